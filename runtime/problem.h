@@ -1,0 +1,19 @@
+// problem.h: the private side of the problem room: derived sizes that several rooms need.
+#ifndef SW_PROBLEM_H
+#define SW_PROBLEM_H
+
+#include "error.h"
+
+// Bytes of one element of q, k, v, out.
+size_t sw_problem_elem_bytes(const struct swathe_problem *problem);
+
+// Bytes of one token's K and V, all heads: what one halo token costs on the wire.
+int64_t sw_problem_token_bytes(const struct swathe_problem *problem);
+
+// The factor on q.k: problem->scale, or 1/sqrt(head_dim_qk).
+double sw_problem_scale(const struct swathe_problem *problem);
+
+// Longest canonical key plus its final zero.
+enum { SW_PROBLEM_TEXT = 512 };
+
+#endif

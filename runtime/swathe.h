@@ -1,0 +1,443 @@
+// swathe.h: the one public header; its comments are the manual.
+//
+// swathe makes the sliding-window attention (SWA) layers of a long-context model cheap under context
+// parallelism (CP).  Each rank keeps its share of the sequence; only the halo travels: the keys and
+// values just outside a share that the window can see.  In backward, their gradients travel home.
+//
+//   swathe_open -> swathe_layer_create -> swathe_layer_shard -> swathe_layer_forward / _backward
+//
+// Rules that hold for every call:
+//   - A call that can fail returns an enum swathe_status; outputs are set only when it is SWATHE_OK.
+//     swathe_error() then gives the words, for the calling thread, until its next failing call.
+//   - Windows are in tokens beside the query's own: query i sees key j of the same document when
+//     i - window_left <= j <= i + window_right.
+//   - Strides are in elements and 64-bit; the head dim is always contiguous.
+//   - A pointer given to a call is borrowed until it returns unless its comment says otherwise.
+#ifndef SWATHE_H
+#define SWATHE_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define SWATHE_API __attribute__((visibility("default")))
+#else
+#define SWATHE_API
+#endif
+
+#define SWATHE_VERSION "0.1.0"
+
+// A window without a bound on that side.
+#define SWATHE_UNLIMITED INT64_MAX
+
+// ---- Status ------------------------------------------------------------------------------------
+
+#define SWATHE_STATUS_MAP(X)                                                   \
+  X(OK, "success")                                                             \
+  X(NO_MEMORY, "out of memory")                                                \
+  X(BAD_USE, "the call or its arguments make no sense")                        \
+  X(BAD_PROBLEM, "the problem cannot be served")                               \
+  X(BAD_CONFIG, "the config is not in the declared space")                     \
+  X(BAD_SHARDING, "the sharding does not fit the problem")                     \
+  X(BAD_TENSOR, "a tensor does not fit the problem")                           \
+  X(UNSUPPORTED, "not supported")                                              \
+  X(NOT_FOUND, "not found")                                                    \
+  X(EMIT, "the generator failed")                                              \
+  X(COMPILE, "the compiler rejected emitted code")                             \
+  X(LOAD, "a compiled kernel could not be loaded")                             \
+  X(DEVICE, "the device failed")                                               \
+  X(TRANSPORT, "the exchange failed")                                          \
+  X(TIMEOUT, "a deadline passed")                                              \
+  X(DISAGREE, "the ranks do not agree")                                        \
+  X(DATABASE, "the tuning database failed")                                    \
+  X(FILE, "a file could not be read or written")                               \
+  X(WRONG_RESULT, "a result differs from the reference")                       \
+  X(INTERRUPTED, "interrupted")
+
+#define SWATHE_STATUS_NAME(name, text) SWATHE_##name,
+enum swathe_status { SWATHE_STATUS_MAP(SWATHE_STATUS_NAME) SWATHE_STATUS_COUNT };
+#undef SWATHE_STATUS_NAME
+
+// The text of a status.  Never NULL.
+SWATHE_API const char *swathe_status_text(enum swathe_status status);
+
+// The words of the calling thread's last failure: what went wrong, then where, a line each.
+SWATHE_API const char *swathe_error(void);
+
+// ---- Problem -----------------------------------------------------------------------------------
+
+enum swathe_dtype { SWATHE_F32, SWATHE_BF16 };
+enum swathe_target { SWATHE_CPU, SWATHE_CUDA };
+enum swathe_direction { SWATHE_FORWARD, SWATHE_BACKWARD };
+
+// Who holds what.  Of n chunks over T tokens, chunk c is [floor(c*T/n), floor((c+1)*T/n)).
+enum swathe_layout {
+  SWATHE_CONTIGUOUS,       // P chunks of the packed row, rank r holds chunk r
+  SWATHE_ZIGZAG,           // 2P chunks of the packed row, rank r holds r and 2P-1-r
+  SWATHE_ZIGZAG_DOCUMENT,  // the same within each document (Transformer Engine's THD order)
+  SWATHE_SPANS,            // any list of spans, given by the caller
+};
+
+// One layer's shape: what kernels are made for and what tuning is remembered by.
+struct swathe_problem {
+  int32_t q_heads, kv_heads;         // kv_heads divides q_heads; no other rule on heads
+  int32_t head_dim_qk, head_dim_v;   // 1 to 256
+  int64_t window_left, window_right; // >= 0, or SWATHE_UNLIMITED
+  enum swathe_dtype dtype;           // of q, k, v, out and their gradients; sums are fp32
+  bool sinks;                        // a learnable logit per query head joins each row's softmax
+  double softcap;                    // > 0: scores become softcap * tanh(score / softcap); 0: off
+  double scale;                      // multiplies q.k; 0 means 1/sqrt(head_dim_qk)
+  enum swathe_target target;
+  enum swathe_layout layout;         // the next three only guide tuning; a layer may be re-sharded
+  int32_t ranks;                     // context-parallel group size, >= 1
+  int64_t tokens_per_rank;           // typical share, batch included; >= 1
+};
+
+// Fills the problem with: 1 head, head dim 64, causal unlimited window, f32, cpu, contiguous, 1 rank.
+SWATHE_API void swathe_problem_init(struct swathe_problem *problem);
+
+// SWATHE_BAD_PROBLEM and words if no target could serve it.
+SWATHE_API enum swathe_status swathe_problem_check(const struct swathe_problem *problem);
+
+// "q_heads=64,kv_heads=8,...": every field, in one fixed order; the canonical key of a problem.
+// Returns the length it needs without the final zero; writes at most `size` bytes.
+SWATHE_API size_t swathe_problem_format(const struct swathe_problem *problem, char *text, size_t size);
+
+// Reads "name=value,...", any subset in any order, over what `problem` already holds, then checks it.
+SWATHE_API enum swathe_status swathe_problem_parse(const char *text, struct swathe_problem *problem);
+
+// Names used in problems, on the command line and in reports; parse is the inverse, NOT_FOUND if unknown.
+SWATHE_API const char *swathe_dtype_name(enum swathe_dtype dtype);
+SWATHE_API const char *swathe_layout_name(enum swathe_layout layout);
+SWATHE_API const char *swathe_target_name(enum swathe_target target);
+SWATHE_API enum swathe_status swathe_dtype_parse(const char *name, enum swathe_dtype *dtype);
+SWATHE_API enum swathe_status swathe_layout_parse(const char *name, enum swathe_layout *layout);
+SWATHE_API enum swathe_status swathe_target_parse(const char *name, enum swathe_target *target);
+
+// ---- Sharding ----------------------------------------------------------------------------------
+
+// A run of consecutive positions of one document on one rank.
+struct swathe_span {
+  int64_t document;  // index of the document
+  int64_t position;  // of the first token within its document
+  int64_t tokens;    // >= 0
+  int64_t row;       // of the first token in the rank's tensors
+  int64_t token;     // of the first token in the packed row of the whole sequence
+};
+
+// One micro-batch: its documents and who holds them.  Every rank gives the same values.
+struct swathe_sharding {
+  enum swathe_layout layout;
+  int32_t ranks;
+  int32_t batch;                       // rows of the batch share one sharding; >= 1
+  int64_t tokens;                      // of the packed row, padding included
+  int64_t documents;                   // 0: the whole row is one document
+  const int64_t *document_starts;      // [documents + 1] cumulative tokens, as cu_seqlens; the rest is padding
+  const int64_t *document_starts_padded;  // [documents + 1] or NULL; where documents begin in the packed
+                                          // row when there is padding between them, as cu_seqlens_padded
+  const struct swathe_span *spans;     // SWATHE_SPANS: rank by rank, ascending rows within a rank
+  const int64_t *rank_spans;           // SWATHE_SPANS: [ranks + 1], rank r's are [rank_spans[r], rank_spans[r+1])
+  const int64_t *rank_rows;            // SWATHE_SPANS: [ranks] rows of each rank's tensors, or NULL: up to its last span
+};
+
+// Rows of the rank's tensors, and its spans; at most `capacity` are written, `count` says how many there are.
+SWATHE_API enum swathe_status swathe_sharding_rows(const struct swathe_sharding *sharding, int32_t rank,
+                                                   int64_t *rows);
+SWATHE_API enum swathe_status swathe_sharding_spans(const struct swathe_sharding *sharding, int32_t rank,
+                                                    struct swathe_span *spans, int64_t capacity,
+                                                    int64_t *count);
+
+// One message of the forward halo exchange: `tokens` keys of `document` from `position` on, in order.
+// Backward sends the gradients of the same tokens the other way.
+struct swathe_message {
+  int32_t from, to;
+  int64_t document, position, tokens;
+  int32_t hops;                        // shares between owner and reader along the document, >= 1
+};
+
+// What one rank moves for one layer, forward, one direction of the wire; bytes include the batch.
+struct swathe_traffic {
+  int64_t rows, spans;
+  int64_t halo_tokens;                 // received
+  int64_t send_tokens;
+  int32_t peers, hops;                 // ranks it hears from; largest hop count
+  int64_t own_tokens;                  // halo tokens of one of its spans that the rank itself holds
+  int64_t receive_bytes, send_bytes;   // halo_tokens * kv_heads * (head_dim_qk + head_dim_v) * sizeof(dtype)
+  int64_t all_gather_bytes;            // received if whole K and V were gathered
+  int64_t ring_bytes;                  // received if whole blocks went round a ring, bounded by the window's hops
+  int64_t ring_all_bytes;              // the same, unbounded
+  int64_t a2a_bytes;                   // received by all-to-all over heads (q, k, v in, out back); -1: heads do not divide
+};
+
+typedef void swathe_message_visit(void *arg, const struct swathe_message *message);
+
+// Who sends what to whom, without any communication.  `visit` may be NULL; `traffic` is [ranks] or NULL.
+SWATHE_API enum swathe_status swathe_plan(const struct swathe_problem *problem,
+                                          const struct swathe_sharding *sharding,
+                                          swathe_message_visit *visit, void *arg,
+                                          struct swathe_traffic *traffic);
+
+// ---- Transport ---------------------------------------------------------------------------------
+
+// How the ranks of one context-parallel group reach each other.  A rank's transport is used by one
+// thread at a time.
+struct swathe_transport;
+
+// `threads`: the ranks are threads of one process.  The group makes one transport per rank; destroy it
+// after every layer that uses it.  Waits longer than `deadline_s` (0: 60 s) end in SWATHE_TIMEOUT.
+struct swathe_threads;
+SWATHE_API enum swathe_status swathe_threads_create(int32_t ranks, double deadline_s,
+                                                    struct swathe_threads **group);
+SWATHE_API struct swathe_transport *swathe_threads_rank(struct swathe_threads *group, int32_t rank);
+// Every rank that waits, now or later, gets SWATHE_TRANSPORT with these words.
+SWATHE_API void swathe_threads_abort(struct swathe_threads *group, int32_t rank, const char *why);
+SWATHE_API void swathe_threads_destroy(struct swathe_threads *group);
+
+// ---- Context -----------------------------------------------------------------------------------
+
+enum swathe_mode {
+  SWATHE_REPLAY,   // use what the database has, else a default config; never tune
+  SWATHE_REQUIRE,  // a problem the database does not have is an error at layer creation
+};
+
+struct swathe_options {
+  const char *database;      // tuning database; NULL: $SWATHE_DB, else tuning.db in the cache directory
+  const char *cache;         // directory of compiled kernels; NULL: $SWATHE_CACHE_DIR, $XDG_CACHE_HOME/swathe,
+                             // $HOME/.cache/swathe, a private directory in the temporary directory, else memory only
+  enum swathe_mode mode;
+  int32_t threads;           // compute threads per layer; 0: all processors
+  const char *isa;           // "avx512", "avx2", ...; NULL: $SWATHE_ISA, else the best this machine has
+  const char *compiler;      // NULL: $SWATHE_CC, $CC, else cc
+  const char *generator;     // directory of generator/ and templates/; NULL: $SWATHE_GENERATOR_DIR, else the built-in
+};
+
+struct swathe_context;
+
+// Opens the generator, the kernel cache and the database.  Neither a missing database nor a cache that
+// cannot be written is an error.  `options` may be NULL.  A context may be used by several threads.
+SWATHE_API enum swathe_status swathe_open(const struct swathe_options *options,
+                                          struct swathe_context **context);
+// After every layer made from it.
+SWATHE_API void swathe_close(struct swathe_context *context);
+
+// Frees text that a call returned.
+SWATHE_API void swathe_free(void *text);
+
+// ---- Layer -------------------------------------------------------------------------------------
+
+// A tensor [batch][token][head][dim], dim contiguous.  lse is [batch][token][head], float.
+struct swathe_tensor {
+  void *data;  // first token of the rank's share, head 0, batch 0
+  int64_t token_stride, head_stride, batch_stride;
+};
+
+// Forward reads q, k, v and sink, writes out and lse.  Backward reads those six and dout, writes dq, dk,
+// dv and dsink.  dsink is this rank's partial sum; sum it over the ranks.  Rows that no span covers are
+// not read and are written as 0 (lse: -inf).
+struct swathe_tensors {
+  struct swathe_tensor q, k, v, out, lse;
+  const float *sink;  // [q_heads], natural-log units; only for problems with sinks
+  struct swathe_tensor dout, dq, dk, dv;
+  float *dsink;       // [q_heads]
+};
+
+struct swathe_layer;
+
+// Chooses configs (database, else default), loads or compiles the kernels, and agrees with the other
+// ranks: rank 0 decides.  Every rank of the transport calls it.  `transport` is borrowed until destroy.
+SWATHE_API enum swathe_status swathe_layer_create(struct swathe_context *context,
+                                                  const struct swathe_problem *problem,
+                                                  struct swathe_transport *transport,
+                                                  struct swathe_layer **layer);
+// This micro-batch's documents and spans.  No communication.  `sharding` is copied.
+SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
+                                                 const struct swathe_sharding *sharding);
+// `stream`: the CUDA stream to run on; NULL on the CPU, where the call returns when the work is done.
+SWATHE_API enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
+                                                   const struct swathe_tensors *tensors, void *stream);
+SWATHE_API enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
+                                                    const struct swathe_tensors *tensors, void *stream);
+
+// Where the time of the last forward or backward went, and what it moved.
+struct swathe_timing {
+  double total_us;
+  double wait_us;                     // waiting for the wire with nothing left to compute
+  int64_t sent_bytes, received_bytes; // payload that crossed the transport
+};
+SWATHE_API void swathe_layer_timing(const struct swathe_layer *layer, struct swathe_timing *timing);
+
+// Which config, from where and why; bytes; hops.  A few lines.  Returns the length as snprintf does.
+SWATHE_API size_t swathe_layer_explain(const struct swathe_layer *layer, char *text, size_t size);
+SWATHE_API void swathe_layer_destroy(struct swathe_layer *layer);
+
+// ---- Models ------------------------------------------------------------------------------------
+
+struct swathe_model {
+  const char *name, *family, *source, *note;  // note: "" or what was not verified
+  int32_t layers, swa_layers;                 // 0: not known
+  struct swathe_problem problem;              // ranks 1, contiguous; direct use after setting those
+};
+typedef void swathe_model_visit(void *arg, const struct swathe_model *model);
+SWATHE_API enum swathe_status swathe_models(struct swathe_context *context, swathe_model_visit *visit,
+                                            void *arg);
+// The problem of one preset.  SWATHE_NOT_FOUND names near ones.
+SWATHE_API enum swathe_status swathe_model_problem(struct swathe_context *context, const char *name,
+                                                   struct swathe_problem *problem);
+
+// ---- Kernels -----------------------------------------------------------------------------------
+
+// The source text of one kernel; free with swathe_free.  config NULL: what a layer would use.
+// isa NULL: the context's.
+SWATHE_API enum swathe_status swathe_emit(struct swathe_context *context,
+                                          const struct swathe_problem *problem,
+                                          enum swathe_direction direction, const char *isa,
+                                          const char *config, char **source);
+
+struct swathe_compiled {
+  char config[512];
+  bool cached;          // loaded from the cache, nothing was compiled
+  double compile_s;     // 0 when cached
+  size_t binary_bytes;
+};
+// Compiles one kernel into the cache (or finds it there).
+SWATHE_API enum swathe_status swathe_compile(struct swathe_context *context,
+                                             const struct swathe_problem *problem,
+                                             enum swathe_direction direction, const char *isa,
+                                             const char *config, struct swathe_compiled *compiled);
+
+// Walks the configs of a kernel's space in their fixed order; return false to stop.  `refused` (or NULL)
+// is called at the end for each rule: how many points it turned away and why.
+typedef bool swathe_config_visit(void *arg, const char *config);
+typedef void swathe_refused_visit(void *arg, const char *rule, int64_t points);
+SWATHE_API enum swathe_status swathe_configs(struct swathe_context *context,
+                                             const struct swathe_problem *problem,
+                                             enum swathe_direction direction, bool exhaustive,
+                                             swathe_config_visit *visit, swathe_refused_visit *refused,
+                                             void *arg);
+
+// How many kernels this context compiled, and how many it loaded from the cache.
+SWATHE_API void swathe_kernel_counts(struct swathe_context *context, int64_t *compiled, int64_t *loaded);
+
+// ---- Tuning ------------------------------------------------------------------------------------
+
+struct swathe_progress {
+  enum swathe_direction direction;
+  int64_t tried, total;         // candidates of this direction; total is an upper bound
+  double elapsed_s, budget_s;   // of the whole call
+  double default_us, best_us;   // median of one launch; 0 until known
+  const char *best, *trying;    // configs; borrowed during the call
+};
+
+struct swathe_tune_options {
+  double budget_s;              // wall seconds for the whole call; 0: 60
+  bool forward, backward;       // which; both false means both
+  bool exhaustive;              // also what `prefer` rules think unlikely to win
+  bool again;                   // measure even what the database already has
+  void (*progress)(void *arg, const struct swathe_progress *progress);  // or NULL
+  void *arg;
+  const volatile int *stop;     // or NULL; nonzero ends the tuning and keeps what is done
+};
+
+struct swathe_tuned {
+  char config[512];
+  double default_us, best_us, ratio;  // ratio: best / default, median of paired runs
+  int64_t tried, rejected, failed;    // rejected: wrong result; failed: did not compile, crashed or hung
+  bool reused;                        // the database had it; nothing was measured
+};
+
+// Measures one rank's share of the problem on this machine and stores samples and picks.  The default
+// config always takes part; each candidate must match the reference before it may win.  Resumes where an
+// interrupted call stopped.  `tuned` is [2], by direction.  SWATHE_INTERRUPTED: stopped, but kept.
+SWATHE_API enum swathe_status swathe_tune(struct swathe_context *context,
+                                          const struct swathe_problem *problem,
+                                          const struct swathe_tune_options *options,
+                                          struct swathe_tuned tuned[2]);
+
+// ---- Tuning database ---------------------------------------------------------------------------
+
+struct swathe_pick {
+  const char *problem, *kernel, *environment, *config;  // canonical texts; kernel is the direction's name
+  double best_us, default_us, ratio;
+  int64_t samples;
+  const char *when;                                     // UTC, ISO 8601
+};
+typedef void swathe_pick_visit(void *arg, const struct swathe_pick *pick);
+// Every pick, in a fixed order.
+SWATHE_API enum swathe_status swathe_db_list(struct swathe_context *context, swathe_pick_visit *visit,
+                                             void *arg);
+
+struct swathe_sample {
+  const char *problem, *kernel, *environment, *config;
+  const char *verdict;           // ok, wrong, compile, crash, timeout
+  const char *words;             // why, or ""
+  double median_us, ratio;       // ratio to the default in the same run; 0 when not measured
+  int64_t runs;
+  const char *when;
+};
+typedef void swathe_sample_visit(void *arg, const struct swathe_sample *sample);
+// Every sample of the problem, best first.
+SWATHE_API enum swathe_status swathe_db_show(struct swathe_context *context,
+                                             const struct swathe_problem *problem,
+                                             swathe_sample_visit *visit, void *arg);
+
+// What a layer of this problem would use: config, and in one line which rung of the ladder gave it and why.
+SWATHE_API enum swathe_status swathe_db_best(struct swathe_context *context,
+                                             const struct swathe_problem *problem,
+                                             enum swathe_direction direction, char *config,
+                                             size_t config_size, char *why, size_t why_size);
+
+// ---- Reference ---------------------------------------------------------------------------------
+
+// Naive attention in double over the whole, unsharded sequence, for the rows asked for: the oracle.
+// Arrays are float, packed [batch][tokens][heads][dim] in sequence order.
+struct swathe_sequence {
+  int64_t batch, tokens, documents;
+  const int64_t *document_starts;         // as in swathe_sharding; documents 0: one document
+  const int64_t *document_starts_padded;  // or NULL
+  const float *q, *k, *v, *sink, *dout;   // sink, dout: NULL where not needed
+};
+
+// out [q_heads][head_dim_v] and lse [q_heads] (double) of the query at (batch row, token).
+// delta [q_heads] = sum of out * dout, or NULL.  A padding token gives 0 and -inf.
+SWATHE_API void swathe_reference_query(const struct swathe_problem *problem,
+                                       const struct swathe_sequence *sequence, int64_t batch,
+                                       int64_t token, double *out, double *lse, double *delta);
+// dq [q_heads][head_dim_qk] of the query at (batch row, token); dsink [q_heads] (or NULL) gets this
+// row's share added.  lse and delta: [batch][tokens][q_heads], filled for the token itself.
+SWATHE_API void swathe_reference_dq(const struct swathe_problem *problem,
+                                    const struct swathe_sequence *sequence, const double *lse,
+                                    const double *delta, int64_t batch, int64_t token, double *dq,
+                                    double *dsink);
+// dk [kv_heads][head_dim_qk] and dv [kv_heads][head_dim_v] of the key at (batch row, token); lse and delta
+// must hold for every query that sees it.
+SWATHE_API void swathe_reference_dkv(const struct swathe_problem *problem,
+                                     const struct swathe_sequence *sequence, const double *lse,
+                                     const double *delta, int64_t batch, int64_t token, double *dk,
+                                     double *dv);
+// First and last + 1 token (in the packed row) that see / are seen by the token at `token`.
+SWATHE_API void swathe_reference_seen_by(const struct swathe_problem *problem,
+                                         const struct swathe_sequence *sequence, int64_t token,
+                                         int64_t *begin, int64_t *end);
+
+// ---- Doctor ------------------------------------------------------------------------------------
+
+enum swathe_health { SWATHE_HEALTHY, SWATHE_ABSENT, SWATHE_BROKEN };
+// One line of `swathe doctor`: what was looked at, its state, what was found and what would mend it.
+struct swathe_finding {
+  const char *what, *found, *fix;  // fix: "" when there is nothing to mend
+  enum swathe_health health;
+};
+typedef void swathe_finding_visit(void *arg, const struct swathe_finding *finding);
+SWATHE_API enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
+                                            void *arg);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif
