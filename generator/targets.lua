@@ -8,7 +8,7 @@
 -- For every CPU image.  -O2, because -O3 only costs time; contraction, because a * b + c is meant to be one FMA.
 local common = {
   "-O2", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-  "-fno-semantic-interposition", "-fvisibility=hidden",
+  "-fno-semantic-interposition",
 }
 
 return {

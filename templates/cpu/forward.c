@@ -1,0 +1,334 @@
+// forward.c: out = softmax(scale * q k^T + mask) v and the lse of each row, for a band of keys per query.
+//
+// Vectors run over query rows: a tile is TOKENS query positions times PACK query heads of one key head, one
+// row to a lane, so K and V are only ever broadcast and softmax never reduces across lanes.
+//
+//   q, out   [batch][token][kv_heads * GQA][HEAD_DIM_QK or HEAD_DIM_V] elem, by strides
+//   lse      [batch][token][kv_heads * GQA] float, natural logarithm
+//   k, v     runs of keys, each with its first position; packed block by block as floats (see the prelude)
+//
+// For each tile:  Q^T, scaled       [HEAD_DIM_QK][ROWS]
+//   for each block of keys that some row sees:
+//     S^T = K Q^T, masked           [keys][ROWS]     in powers of two: scale * log2(e) is folded into Q
+//     P^T = exp2(S^T - top)         in place
+//     O^T = O^T + V^T P^T           [HEAD_DIM_V][ROWS]
+//   out = O / sum,  lse = top * ln 2 + log(sum)
+
+enum {
+  ROWS     = LANES * VECTORS,         // query rows of a tile
+  TOKENS   = ROWS / PACK,             // query positions of a tile
+  K_STRIDE = HEAD_DIM_QK,
+  V_STRIDE = (HEAD_DIM_V + ROWS_D - 1) / ROWS_D * ROWS_D,
+  Q_DIMS   = HEAD_DIM_QK < LANES ? LANES : HEAD_DIM_QK,   // a transpose writes and reads whole squares
+  O_DIMS   = V_STRIDE < LANES ? LANES : V_STRIDE,
+};
+
+// O^T and the sum are brought to a new maximum only when it grew by more than this many powers of two.
+#define SLACK 8.0f
+
+const sw_int64 forward_tile_tokens = TOKENS;
+
+// ---- what a thread works in ------------------------------------------------------------------------------
+
+struct workspace {
+  sw_int64 slots;
+  float *q;                           // Q^T [Q_DIMS][ROWS]
+  float *scores;                      // S^T, then P^T [BLOCK_K][ROWS]
+  float *out;                         // O^T [O_DIMS][ROWS]
+  float *k, *v;                       // [slots][BLOCK_K][stride]
+  struct block *blocks;               // [slots]
+};
+
+// Cuts the workspace; returns its size in bytes, so with base = 0 it only measures.
+static sw_int64 cut_workspace(struct workspace *w, char *base, sw_int64 max_keys) {
+  sw_int64 used = 0;
+#define CUT(member, count)                                                       \
+  w->member = (void *)(base + used);                                             \
+  used += ((count) * (sw_int64)sizeof *w->member + 63) / 64 * 64
+  w->slots = block_slots(max_keys);
+  CUT(q, Q_DIMS * ROWS);
+  CUT(scores, BLOCK_K * ROWS);
+  CUT(out, O_DIMS * ROWS);
+  CUT(k, w->slots * BLOCK_K * K_STRIDE);
+  CUT(v, w->slots * BLOCK_K * V_STRIDE);
+  CUT(blocks, w->slots);
+#undef CUT
+  return used;
+}
+
+sw_int64 forward_workspace(sw_int64 max_keys) {
+  struct workspace w;
+  return cut_workspace(&w, 0, max_keys);
+}
+
+// ---- a tile ----------------------------------------------------------------------------------------------
+
+// Lane m holds query m / PACK of the tile, head m % PACK of its heads.  Lanes past the last query repeat it;
+// their results are dropped.
+struct tile {
+  const struct sw_attention_args *args;
+  const struct sw_unit *unit;
+  sw_int64 b, h;                      // batch row, key head
+  sw_int64 head;                      // its first query head
+  sw_int64 position, row;             // of its first query
+  int      tokens;                    // 1 .. TOKENS
+  ivec     lane_token[VECTORS];       // each lane's query, counted from the first
+  vec      top[VECTORS];              // running maximum of the scores (within SLACK), powers of two
+  vec      sum[VECTORS];              // sum of exp2(score - top)
+  int      started;                   // O^T and top hold something
+};
+
+INLINE int token_of(const struct tile *t, int m) {
+  return m / PACK < t->tokens ? m / PACK : t->tokens - 1;
+}
+
+// Q^T[d][m] = q of lane m at d, times `factor`.
+OUTLINE void load_queries(float *to, const struct tile *t, float factor) {
+  float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
+  for (int m = 0; m < ROWS; m += LANES) {
+    const elem *rows[LANES];
+    for (int i = 0; i < LANES; i++)
+      rows[i] = elem_at(&t->args->q, t->row + token_of(t, m + i), t->head + (m + i) % PACK, t->b);
+    for (int d = 0; d < HEAD_DIM_QK; d += LANES) {
+      int at = vector_start(d, HEAD_DIM_QK);
+      for (int i = 0; i < LANES; i++)
+        store(square + i * LANES, widen_row(rows[i], at, HEAD_DIM_QK) * factor);
+      transpose(to + at * ROWS + m, ROWS, square, LANES);
+    }
+  }
+}
+
+// ---- scores ----------------------------------------------------------------------------------------------
+
+// S^T of ROWS_K keys: scores[r][m] = k[r] . q[:, m]; top[m] grows to the largest.
+OUTLINE void score_keys(float *scores, const float *k, const float *q, vec *top) {
+//@ for r = 0, ROWS_K - 1 do
+//@ for v = 0, VECTORS - 1 do
+  vec s$(r)_$(v) = {0};
+//@ end
+//@ end
+  for (int d = 0; d < HEAD_DIM_QK; d++) {
+//@ for v = 0, VECTORS - 1 do
+    vec q$(v) = load(q + d * ROWS + $(v) * LANES);
+//@ end
+//@ for r = 0, ROWS_K - 1 do
+    vec k$(r) = splat(k[$(r) * K_STRIDE + d]);
+//@ for v = 0, VECTORS - 1 do
+    s$(r)_$(v) += k$(r) * q$(v);
+//@ end
+//@ end
+  }
+//@ for v = 0, VECTORS - 1 do
+  vec top$(v) = top[$(v)];
+//@ for r = 0, ROWS_K - 1 do
+  store(scores + $(r) * ROWS + $(v) * LANES, s$(r)_$(v));
+  top$(v) = larger(top$(v), s$(r)_$(v));
+//@ end
+  top[$(v)] = top$(v);
+//@ end
+}
+
+// The same rows once more, for keys that need more than a product: the softcap, the mask, or both.
+// `row` is the first key's row in the block, `key` its distance from the tile's first query.
+OUTLINE void finish_scores(float *scores, const struct tile *t, const struct block *block, int row,
+                           sw_int64 key, int masked, vec *top) {
+  for (int r = 0; r < ROWS_K; r++) {
+    struct queries seen = seen_by(key + r, t->tokens);
+    if (!block->covered[row + r]) seen.last = -1;
+    for (int v = 0; v < VECTORS; v++) {
+      vec s = load(scores + r * ROWS + v * LANES);
+//@ if SOFTCAP == 1 then
+      s = tanh_vec(s) * (t->args->softcap * LOG2E);   // Q holds scale / softcap
+//@ end
+      if (masked) s = choose(visible(seen, t->lane_token[v]), s, splat(NEVER));
+      store(scores + r * ROWS + v * LANES, s);
+      top[v] = larger(top[v], s);
+    }
+  }
+}
+
+// ---- softmax ---------------------------------------------------------------------------------------------
+
+// Lets the running maximum follow the block's, when it must; what was summed before is scaled to the new one.
+OUTLINE void raise_top(struct tile *t, const vec *block_top, float *out) {
+  ivec grown = {0};
+  for (int v = 0; v < VECTORS; v++) grown |= block_top[v] > t->top[v] + SLACK;
+  if (!any(grown)) return;
+  vec shrink[VECTORS];
+  for (int v = 0; v < VECTORS; v++) {
+    vec top = larger(t->top[v], block_top[v]);
+    shrink[v] = exp2_vec(t->top[v] - top);
+    t->sum[v] *= shrink[v];
+    t->top[v] = top;
+  }
+  for (int d = 0; d < V_STRIDE; d++)
+    for (int v = 0; v < VECTORS; v++) {
+      float *o = out + d * ROWS + v * LANES;
+      store(o, load(o) * shrink[v]);
+    }
+}
+
+// P^T = exp2(S^T - top) in place for `keys` rows; the sum grows by them.
+OUTLINE void exponentiate(float *scores, int keys, struct tile *t) {
+//@ for v = 0, VECTORS - 1 do
+  vec top$(v) = t->top[$(v)], sum$(v) = t->sum[$(v)];
+//@ end
+  for (int j = 0; j < keys; j++) {
+//@ for v = 0, VECTORS - 1 do
+    vec p$(v) = exp2_vec(load(scores + j * ROWS + $(v) * LANES) - top$(v));
+    store(scores + j * ROWS + $(v) * LANES, p$(v));
+    sum$(v) += p$(v);
+//@ end
+  }
+//@ for v = 0, VECTORS - 1 do
+  t->sum[$(v)] = sum$(v);
+//@ end
+}
+
+// ---- values ----------------------------------------------------------------------------------------------
+
+// O^T of ROWS_D dims: out[d][m] (+)= sum over keys j of v[j][d] * p[j][m].
+OUTLINE void weigh_values(float *out, const float *v, const float *p, int keys, int add) {
+//@ for d = 0, ROWS_D - 1 do
+//@ for m = 0, VECTORS - 1 do
+  vec o$(d)_$(m) = {0};
+//@ end
+//@ end
+  if (add) {
+//@ for d = 0, ROWS_D - 1 do
+//@ for m = 0, VECTORS - 1 do
+    o$(d)_$(m) = load(out + $(d) * ROWS + $(m) * LANES);
+//@ end
+//@ end
+  }
+  for (int j = 0; j < keys; j++) {
+//@ for m = 0, VECTORS - 1 do
+    vec p$(m) = load(p + j * ROWS + $(m) * LANES);
+//@ end
+//@ for d = 0, ROWS_D - 1 do
+    vec v$(d) = splat(v[j * V_STRIDE + $(d)]);
+//@ for m = 0, VECTORS - 1 do
+    o$(d)_$(m) += v$(d) * p$(m);
+//@ end
+//@ end
+  }
+//@ for d = 0, ROWS_D - 1 do
+//@ for m = 0, VECTORS - 1 do
+  store(out + $(d) * ROWS + $(m) * LANES, o$(d)_$(m));
+//@ end
+//@ end
+}
+
+// ---- a tile, continued -----------------------------------------------------------------------------------
+
+// The block's keys [seen.begin, seen.end), of which every row sees [plain.begin, plain.end).
+static void attend_block(struct tile *t, struct workspace *w, const struct block *block, const float *k,
+                         const float *v, struct positions seen, struct positions plain) {
+  sw_int64 first = block->number * BLOCK_K;
+  int begin = (int)(seen.begin - first), end = (int)(seen.end - first);
+  if (block->covered_keys < BLOCK_K) plain.end = plain.begin;
+
+  vec block_top[VECTORS];
+  for (int m = 0; m < VECTORS; m++) block_top[m] = splat(LOWEST);
+  for (int row = begin / ROWS_K * ROWS_K; row < end; row += ROWS_K) {
+    float *scores = w->scores + row * ROWS;
+    int masked = first + row < plain.begin || first + row + ROWS_K > plain.end;
+    if (masked || SOFTCAP) {
+      vec unused[VECTORS];
+      for (int m = 0; m < VECTORS; m++) unused[m] = splat(LOWEST);
+      score_keys(scores, k + row * K_STRIDE, w->q, unused);
+      finish_scores(scores, t, block, row, first + row - t->position, masked, block_top);
+    } else {
+      score_keys(scores, k + row * K_STRIDE, w->q, block_top);
+    }
+  }
+
+  if (t->started) raise_top(t, block_top, w->out);
+  else for (int m = 0; m < VECTORS; m++) t->top[m] = block_top[m];
+  float *p = w->scores + begin * ROWS;
+  exponentiate(p, end - begin, t);
+  for (int d = 0; d < V_STRIDE; d += ROWS_D)
+    weigh_values(w->out + d * ROWS, v + begin * V_STRIDE + d, p, end - begin, t->started);
+  t->started = 1;
+}
+
+// out = O / sum and lse, for the rows that exist; a row that saw no key gets 0 and -inf (or its sink).
+OUTLINE void store_tile(const struct tile *t, const float *out) {
+  const struct sw_attention_args *args = t->args;
+  float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
+  for (int m = 0; m < t->tokens * PACK; m += LANES) {
+    int rows = t->tokens * PACK - m < LANES ? t->tokens * PACK - m : LANES;
+    float factor[LANES];
+    for (int i = 0; i < rows; i++) {
+      sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
+      float top = ((const float *)t->top)[m + i], sum = ((const float *)t->sum)[m + i];
+      float lse = sum == 0 ? -__builtin_inff() : top * LN2 + __builtin_logf(sum);
+      factor[i] = sum == 0 ? 0 : 1 / sum;
+//@ if SINKS == 1 then
+      // The sink is one more key without a value.  It only lowers what the others weigh: by
+      // exp(lse) / (exp(lse) + exp(sink)), each taken from the larger of the two.
+      float sink = args->sink[head], most = lse > sink ? lse : sink;
+      if (sink > -__builtin_inff()) {
+        float keys = __builtin_expf(lse - most), all = keys + __builtin_expf(sink - most);
+        factor[i] *= keys / all;
+        lse = most + __builtin_logf(all);
+      }
+//@ end
+      *float_at(&args->lse, row, head, t->b) = lse;
+    }
+    for (int d = 0; d < HEAD_DIM_V; d += LANES) {
+      int at = vector_start(d, HEAD_DIM_V);
+      transpose(square, LANES, out + at * ROWS + m, ROWS);
+      for (int i = 0; i < rows; i++) {
+        sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
+        elem *to = (elem *)elem_at(&args->out, row, head, t->b);
+        store_elem_row(to, at, HEAD_DIM_V, load(square + i * LANES) * factor[i]);
+      }
+    }
+  }
+}
+
+static void forward_tile(struct tile *t, struct workspace *w) {
+  const struct sw_attention_args *args = t->args;
+  for (int m = 0; m < ROWS; m++) ((int *)t->lane_token)[m] = token_of(t, m);
+  for (int v = 0; v < VECTORS; v++) t->top[v] = splat(LOWEST), t->sum[v] = splat(0);
+  t->started = 0;
+  load_queries(w->q, t, SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E);
+
+  struct positions seen = overlap(keys_of_some(t->position, t->tokens), unit_keys(args, t->unit));
+  struct positions plain = keys_of_all(t->position, t->tokens);
+  while (seen.begin < seen.end) {
+    sw_int64 number = seen.begin / BLOCK_K, slot = number % w->slots;
+    struct positions here = overlap(seen, (struct positions){ 0, (number + 1) * BLOCK_K });
+    struct block *block = w->blocks + slot;
+    float *k = w->k + slot * BLOCK_K * K_STRIDE, *v = w->v + slot * BLOCK_K * V_STRIDE;
+    if (block->number != number)
+      pack_block(block, k, K_STRIDE, v, V_STRIDE, args, t->unit, number, t->b, t->h);
+    if (block->covered_keys) attend_block(t, w, block, k, v, here, plain);
+    seen.begin = here.end;
+  }
+  if (!t->started) __builtin_memset(w->out, 0, sizeof(float) * O_DIMS * ROWS);
+  store_tile(t, w->out);
+}
+
+void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
+  struct workspace w;
+  cut_workspace(&w, workspace, args->max_keys);
+  for (sw_int64 item = begin; item < end; item++) {
+    struct tile t = { .args = args };
+    t.h = item % args->kv_heads;
+    t.b = item / args->kv_heads % args->batch;
+    t.unit = args->units + item / args->kv_heads / args->batch;
+    forget_blocks(w.blocks, w.slots);
+    for (sw_int64 token = 0; token < t.unit->tokens; token += TOKENS) {
+      sw_int64 left = t.unit->tokens - token;
+      t.tokens = (int)(left < TOKENS ? left : TOKENS);
+      t.position = t.unit->position + token;
+      t.row = t.unit->row + token;
+      for (int group = 0; group < GQA / PACK; group++) {
+        t.head = t.h * GQA + group * PACK;
+        forward_tile(&t, &w);
+      }
+    }
+  }
+}
