@@ -16,14 +16,16 @@
 #include <lua.h>
 #include <lualib.h>
 
-#include "embedded.h"
-
 enum {
   MEMORY_BYTES = 64 << 20,
   FILE_BYTES = 1 << 20,        // of one file of a generator directory
   STEP = 1 << 20,              // Lua instructions between two looks at the count
   STEPS_PER_CALL = 512,        // some seconds
 };
+
+// Every generator/*.lua and everything in templates/, as scripts/embed.cmake lays them out; ends with zeros.
+struct sw_embedded { const char *name; const char *text; size_t size; };
+extern const struct sw_embedded sw_generator_texts[];
 
 struct sw_gen {
   lua_State *lua;
@@ -92,10 +94,10 @@ static void push_file(lua_State *lua, const char *directory, const char *name)
 
 static void push_embedded(lua_State *lua, const char *name)
 {
-  const struct sw_embedded *file = sw_embedded_generator;
+  const struct sw_embedded *file = sw_generator_texts;
   while (file->name && strcmp(file->name, name)) file++;
   if (!file->name) luaL_error(lua, "there is no %s", name);
-  lua_pushlstring(lua, file->text, file->bytes);
+  lua_pushlstring(lua, file->text, file->size);
 }
 
 static void push_text(lua_State *lua, const char *name)
