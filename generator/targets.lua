@@ -1,20 +1,20 @@
 -- targets.lua: what swathe can emit for.  Data only.
 --
--- An isa says how many floats a vector holds (`lanes`), how many vectors the machine can name (`registers`),
--- what the compiler is told, and the sizes of the caches that rules and defaults go by.  The l2 is the share of
--- one core.  The compiler is always told the instructions by name, never "those of this machine": the same
--- source and flags give the same binary wherever it was built.
+-- An isa says how many floats a vector holds (`lanes`), how many vectors the machine can name
+-- (`registers`), what the compiler is told, and the cache sizes of one core that rules and defaults
+-- go by.  The compiler is told instructions by name, never "those of this machine": the same source
+-- and flags give the same binary wherever it was built.
 
--- For every CPU image.  -O2, because -O3 only costs time; contraction, because a * b + c is meant to be one FMA.
+-- For every CPU image.  -O2, because -O3 only costs time; contraction, because a * b + c is meant
+-- to be one FMA.
 local common = {
-  "-O2", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math",
-  "-fno-semantic-interposition",
+  "-O2", "-std=gnu11", "-fPIC", "-shared", "-ffp-contract=fast", "-fno-math-errno",
+  "-fno-trapping-math", "-fno-semantic-interposition",
 }
 
 return {
   cpu = {
     flags = common,
-    libraries = { "-lm" },
     isas = {
       avx512 = {
         lanes = 16, registers = 32, l1_bytes = 32 * 1024, l2_bytes = 1024 * 1024,

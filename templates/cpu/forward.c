@@ -1,34 +1,34 @@
-// forward.c: out = softmax(scale * q k^T + mask) v and the lse of each row, for a band of keys per query.
+// forward.c: out = softmax(scale * q k^T + mask) v and lse, each query against its band of keys.
 //
-// Vectors run over query rows: a tile is TOKENS query positions times PACK query heads of one key head, one
-// row to a lane, so K and V are only ever broadcast and softmax never reduces across lanes.
+// Vectors run over query rows: a tile is TILE_TOKENS query positions times PACK query heads of one
+// key head, ROWS in all with one row to a lane.  So K and V are only ever broadcast, and softmax
+// never reduces across lanes.
 //
 //   q, out   [batch][token][kv_heads * GQA][HEAD_DIM_QK or HEAD_DIM_V] elem, by strides
 //   lse      [batch][token][kv_heads * GQA] float, natural logarithm
-//   k, v     runs of keys, each with its first position; packed block by block as floats (see the prelude)
+//   k, v     runs of keys, each with its first position; packed block by block (see prelude.c)
 //
 // For each tile:  Q^T, scaled       [HEAD_DIM_QK][ROWS]
 //   for each block of keys that some row sees:
-//     S^T = K Q^T, masked           [keys][ROWS]     in powers of two: scale * log2(e) is folded into Q
+//     S^T = K Q^T, masked           [keys][ROWS]    as powers of two: log2(e) is folded into Q
 //     P^T = exp2(S^T - top)         in place
 //     O^T = O^T + V^T P^T           [HEAD_DIM_V][ROWS]
 //   out = O / sum,  lse = top * ln 2 + log(sum)
 
 enum {
-  ROWS     = LANES * VECTORS,         // query rows of a tile
-  TOKENS   = ROWS / PACK,             // query positions of a tile
   K_STRIDE = HEAD_DIM_QK,
   V_STRIDE = (HEAD_DIM_V + ROWS_D - 1) / ROWS_D * ROWS_D,
-  Q_DIMS   = HEAD_DIM_QK < LANES ? LANES : HEAD_DIM_QK,   // a transpose writes and reads whole squares
+  // rows of Q^T and O^T; a transpose writes and reads whole squares
+  Q_DIMS   = HEAD_DIM_QK < LANES ? LANES : HEAD_DIM_QK,
   O_DIMS   = V_STRIDE < LANES ? LANES : V_STRIDE,
 };
 
-// O^T and the sum are brought to a new maximum only when it grew by more than this many powers of two.
+// O^T and the sum follow a new maximum only when it grew by more than this, in powers of two.
 #define SLACK 8.0f
 
-const sw_int64 forward_tile_tokens = TOKENS;
+const sw_int64 forward_tile_tokens = TILE_TOKENS;
 
-// ---- what a thread works in ------------------------------------------------------------------------------
+// ---- what a thread works in ---------------------------------------------------------------------
 
 struct workspace {
   sw_int64 slots;
@@ -45,7 +45,7 @@ static sw_int64 cut_workspace(struct workspace *w, char *base, sw_int64 max_keys
 #define CUT(member, count)                                                       \
   w->member = (void *)(base + used);                                             \
   used += ((count) * (sw_int64)sizeof *w->member + 63) / 64 * 64
-  w->slots = block_slots(max_keys);
+  w->slots = block_slots(max_keys, TILE_TOKENS);
   CUT(q, Q_DIMS * ROWS);
   CUT(scores, BLOCK_K * ROWS);
   CUT(out, O_DIMS * ROWS);
@@ -61,17 +61,17 @@ sw_int64 forward_workspace(sw_int64 max_keys) {
   return cut_workspace(&w, 0, max_keys);
 }
 
-// ---- a tile ----------------------------------------------------------------------------------------------
+// ---- a tile -------------------------------------------------------------------------------------
 
-// Lane m holds query m / PACK of the tile, head m % PACK of its heads.  Lanes past the last query repeat it;
-// their results are dropped.
+// Lane m holds query m / PACK of the tile, head m % PACK of its heads.  Lanes past the last query
+// repeat it; their results are dropped.
 struct tile {
   const struct sw_attention_args *args;
   const struct sw_unit *unit;
   sw_int64 b, h;                      // batch row, key head
   sw_int64 head;                      // its first query head
   sw_int64 position, row;             // of its first query
-  int      tokens;                    // 1 .. TOKENS
+  int      tokens;                    // 1 .. TILE_TOKENS
   ivec     lane_token[VECTORS];       // each lane's query, counted from the first
   vec      top[VECTORS];              // running maximum of the scores (within SLACK), powers of two
   vec      sum[VECTORS];              // sum of exp2(score - top)
@@ -98,7 +98,7 @@ OUTLINE void load_queries(float *to, const struct tile *t, float factor) {
   }
 }
 
-// ---- scores ----------------------------------------------------------------------------------------------
+// ---- scores -------------------------------------------------------------------------------------
 
 // S^T of ROWS_K keys: scores[r][m] = k[r] . q[:, m]; top[m] grows to the largest.
 OUTLINE void score_keys(float *scores, const float *k, const float *q, vec *top) {
@@ -147,9 +147,10 @@ OUTLINE void finish_scores(float *scores, const struct tile *t, const struct blo
   }
 }
 
-// ---- softmax ---------------------------------------------------------------------------------------------
+// ---- softmax ------------------------------------------------------------------------------------
 
-// Lets the running maximum follow the block's, when it must; what was summed before is scaled to the new one.
+// Lets the running maximum follow the block's, when it must; what was summed before is scaled to
+// the new one.
 OUTLINE void raise_top(struct tile *t, const vec *block_top, float *out) {
   ivec grown = {0};
   for (int v = 0; v < VECTORS; v++) grown |= block_top[v] > t->top[v] + SLACK;
@@ -185,7 +186,7 @@ OUTLINE void exponentiate(float *scores, int keys, struct tile *t) {
 //@ end
 }
 
-// ---- values ----------------------------------------------------------------------------------------------
+// ---- values -------------------------------------------------------------------------------------
 
 // O^T of ROWS_D dims: out[d][m] (+)= sum over keys j of v[j][d] * p[j][m].
 OUTLINE void weigh_values(float *out, const float *v, const float *p, int keys, int add) {
@@ -219,11 +220,12 @@ OUTLINE void weigh_values(float *out, const float *v, const float *p, int keys, 
 //@ end
 }
 
-// ---- a tile, continued -----------------------------------------------------------------------------------
+// ---- a tile, continued --------------------------------------------------------------------------
 
 // The block's keys [seen.begin, seen.end), of which every row sees [plain.begin, plain.end).
-static void attend_block(struct tile *t, struct workspace *w, const struct block *block, const float *k,
-                         const float *v, struct positions seen, struct positions plain) {
+static void attend_block(struct tile *t, struct workspace *w, const struct block *block,
+                         const float *k, const float *v, struct positions seen,
+                         struct positions plain) {
   sw_int64 first = block->number * BLOCK_K;
   int begin = (int)(seen.begin - first), end = (int)(seen.end - first);
   if (block->covered_keys < BLOCK_K) plain.end = plain.begin;
@@ -252,29 +254,30 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
   t->started = 1;
 }
 
-// out = O / sum and lse, for the rows that exist; a row that saw no key gets 0 and -inf (or its sink).
+// out = O / sum and lse, for the rows that exist; a row that saw no key gets 0 and -inf (or its
+// sink).
 OUTLINE void store_tile(const struct tile *t, const float *out) {
   const struct sw_attention_args *args = t->args;
   float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
   for (int m = 0; m < t->tokens * PACK; m += LANES) {
     int rows = t->tokens * PACK - m < LANES ? t->tokens * PACK - m : LANES;
-    float factor[LANES];
+    vec top = t->top[m / LANES], sum = t->sum[m / LANES], share = splat(1);
+//@ if SINKS == 1 then
+    // The sink is one more key, without a value: it joins the maximum and the sum.
+    vec sink;
+    for (int i = 0; i < LANES; i++) ((float *)&sink)[i] = args->sink[t->head + (m + i) % PACK];
+    sink = larger(splat(NEVER), sink * LOG2E);
+    vec most = larger(sink, top);
+    share = exp2_vec(top - most);
+    sum = sum * share + exp2_vec(sink - most);
+    top = most;
+//@ end
+    ivec some = sum != 0.0f;
+    vec factor = keep(share / sum, some);
+    vec lse = choose(some, top * LN2 + log_vec(sum), splat(-__builtin_inff()));
     for (int i = 0; i < rows; i++) {
       sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
-      float top = ((const float *)t->top)[m + i], sum = ((const float *)t->sum)[m + i];
-      float lse = sum == 0 ? -__builtin_inff() : top * LN2 + __builtin_logf(sum);
-      factor[i] = sum == 0 ? 0 : 1 / sum;
-//@ if SINKS == 1 then
-      // The sink is one more key without a value.  It only lowers what the others weigh: by
-      // exp(lse) / (exp(lse) + exp(sink)), each taken from the larger of the two.
-      float sink = args->sink[head], most = lse > sink ? lse : sink;
-      if (sink > -__builtin_inff()) {
-        float keys = __builtin_expf(lse - most), all = keys + __builtin_expf(sink - most);
-        factor[i] *= keys / all;
-        lse = most + __builtin_logf(all);
-      }
-//@ end
-      *float_at(&args->lse, row, head, t->b) = lse;
+      *float_at(&args->lse, row, head, t->b) = ((float *)&lse)[i];
     }
     for (int d = 0; d < HEAD_DIM_V; d += LANES) {
       int at = vector_start(d, HEAD_DIM_V);
@@ -282,7 +285,7 @@ OUTLINE void store_tile(const struct tile *t, const float *out) {
       for (int i = 0; i < rows; i++) {
         sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
         elem *to = (elem *)elem_at(&args->out, row, head, t->b);
-        store_elem_row(to, at, HEAD_DIM_V, load(square + i * LANES) * factor[i]);
+        store_elem_row(to, at, HEAD_DIM_V, load(square + i * LANES) * ((float *)&factor)[i]);
       }
     }
   }
@@ -320,9 +323,9 @@ void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end,
     t.b = item / args->kv_heads % args->batch;
     t.unit = args->units + item / args->kv_heads / args->batch;
     forget_blocks(w.blocks, w.slots);
-    for (sw_int64 token = 0; token < t.unit->tokens; token += TOKENS) {
+    for (sw_int64 token = 0; token < t.unit->tokens; token += TILE_TOKENS) {
       sw_int64 left = t.unit->tokens - token;
-      t.tokens = (int)(left < TOKENS ? left : TOKENS);
+      t.tokens = (int)(left < TILE_TOKENS ? left : TILE_TOKENS);
       t.position = t.unit->position + token;
       t.row = t.unit->row + token;
       for (int group = 0; group < GQA / PACK; group++) {

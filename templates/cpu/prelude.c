@@ -1,10 +1,10 @@
-// prelude.c: what the CPU kernels are written in.  Vectors of LANES floats, elements as the problem stores
-// them, exp2 and tanh, the transpose, the mask, and the cache of packed key blocks.
+// prelude.c: what the CPU kernels are written in.  Vectors of LANES floats, elements as the problem
+// stores them, exp2 and tanh, the transpose, the mask, and the cache of packed key blocks.
 //
-// Pasted after the constants and kernel_abi.h, before forward.c or backward.c.  No header of any kind is
-// included: headers would take longer to read than the kernel takes to compile.  Everything is the vector
-// extension of GCC 12+ and clang; a line of assembly stands only where the extension has no word for an
-// instruction.
+// Pasted after the constants and kernel_abi.h, before forward.c or backward.c.  No header of any
+// kind is included: headers would take longer to read than the kernel takes to compile.  Everything
+// is the vector extension of GCC 12+ and clang; a line of assembly stands only where the extension
+// has no word for an instruction.
 
 #define INLINE   static inline __attribute__((always_inline, unused))
 #define OUTLINE  static __attribute__((noinline, unused))
@@ -25,21 +25,23 @@ typedef float elem;
 
 #define LOG2E  1.44269504088896341f
 #define LN2    0.69314718055994531f
-// The score of a key that may not be seen, and where a running maximum starts.  Both finite, so that no
-// difference of them is NaN; so far apart that exp2(NEVER - LOWEST) is exactly 0.
+// The score of a key that may not be seen, and where a running maximum starts.  Both finite, so
+// that no difference of them is NaN; so far apart that exp2(NEVER - LOWEST) is exactly 0.
 #define NEVER  -2e38f
 #define LOWEST -1e38f
 
-// ---- vectors ---------------------------------------------------------------------------------------------
+// ---- vectors ------------------------------------------------------------------------------------
 
-INLINE vec splat(float x)                      { return x - (vec){0}; }   // minus 0 changes nothing, not even -0
-INLINE ivec splat_int(int x)                   { return (ivec){0} + x; }
-INLINE vec load(const float *p)                { return *(const vec *)p; }          // aligned
-INLINE void store(float *p, vec x)             { *(vec *)p = x; }                   // aligned
-INLINE vec load_loose(const float *p)          { return *(const loose_vec *)p; }
-INLINE void store_loose(float *p, vec x)       { *(loose_vec *)p = x; }
-INLINE vec keep(vec x, ivec mask)              { return (vec)((ivec)x & mask); }    // 0 elsewhere
-INLINE vec choose(ivec mask, vec a, vec b)     { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+INLINE vec splat(float x) { return x - (vec){0}; }   // minus 0 changes nothing, not even -0
+INLINE ivec splat_int(int x) { return x - (ivec){0}; }
+
+INLINE vec load(const float *p) { return *(const vec *)p; }   // aligned to a vector, like store
+INLINE void store(float *p, vec x) { *(vec *)p = x; }
+INLINE vec load_loose(const float *p) { return *(const loose_vec *)p; }
+INLINE void store_loose(float *p, vec x) { *(loose_vec *)p = x; }
+
+INLINE vec keep(vec x, ivec mask) { return (vec)((ivec)x & mask); }   // 0 elsewhere
+INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
 
 // The larger of a and b; b where either is NaN, so a NaN in b survives.
 INLINE vec larger(vec a, vec b) {
@@ -60,7 +62,7 @@ INLINE int any(ivec mask) {
   return seen != 0;
 }
 
-// ---- elements <-> floats ---------------------------------------------------------------------------------
+// ---- elements <-> floats ------------------------------------------------------------------------
 
 INLINE float widen_one(elem x) {
 //@ if BF16 == 1 then
@@ -118,11 +120,13 @@ INLINE void store_elem_some(elem *p, vec x, int count) {
 //@ end
 }
 
-// A row of `dim` elements goes by vectors at 0, LANES, 2 LANES...; a tail shorter than a vector is covered by
-// the row's last LANES elements once more, so nothing outside the row is touched.  (Rows shorter than one
-// vector take widen_some and store_elem_some.)
+// A row of `dim` elements goes by vectors at 0, LANES, 2 LANES...; a tail shorter than a vector is
+// covered by the row's last LANES elements once more, so nothing outside the row is touched.  (Rows
+// shorter than one vector take widen_some and store_elem_some.)
 //   for (int d = 0; d < dim; d += LANES) { int at = vector_start(d, dim); ... }
-INLINE int vector_start(int d, int dim) { return d + LANES <= dim || dim < LANES ? d : dim - LANES; }
+INLINE int vector_start(int d, int dim) {
+  return d + LANES <= dim || dim < LANES ? d : dim - LANES;
+}
 
 INLINE vec widen_row(const elem *row, int at, int dim) {
   return dim < LANES ? widen_some(row, dim) : widen(row + at);
@@ -132,14 +136,15 @@ INLINE void store_elem_row(elem *row, int at, int dim, vec x) {
   else store_elem(row + at, x);
 }
 
-INLINE const elem *elem_at(const struct sw_view *view, sw_int64 token, sw_int64 head, sw_int64 batch) {
+INLINE const elem *elem_at(const struct sw_view *view, sw_int64 token, sw_int64 head,
+                           sw_int64 batch) {
   return (const elem *)view->data + token * view->token + head * view->head + batch * view->batch;
 }
 INLINE float *float_at(const struct sw_view *view, sw_int64 token, sw_int64 head, sw_int64 batch) {
   return (float *)view->data + token * view->token + head * view->head + batch * view->batch;
 }
 
-// ---- exp2, tanh ------------------------------------------------------------------------------------------
+// ---- exp2, log, tanh ---------------------------------------------------------------------------------
 
 // 2^f - 1 for |f| <= 1/2, relative error of 2^f about 2e-7 (minimax, the constant term held at 1).
 INLINE vec exp2_fraction(vec f) {
@@ -151,7 +156,8 @@ INLINE vec exp2_fraction(vec f) {
   return p * f;
 }
 
-// Adding this to |x| < 2^22 rounds x to an integer and leaves that integer in the low bits of the sum.
+// Adding this to |x| < 2^22 rounds x to an integer and leaves that integer in the low bits of the
+// sum.
 #define ROUNDER 12582912.0f
 
 // 2^n for an integer n >= -127 given as n + ROUNDER; exactly 0 for -127.
@@ -173,7 +179,27 @@ INLINE vec exp2_vec(vec x) {
 //@ end
 }
 
-// tanh, to a few units in the last place for small x too: with m = expm1(-2|x|), tanh|x| = -m / (m + 2).
+// Natural logarithm of a finite x > 0 that is no denormal, to about 1e-7 of max(1, |log x|).
+// With x = m 2^n, m in [sqrt(1/2), sqrt(2)) and f = m - 1: n ln 2 + f - f^2 / 2 + f^3 p(f).
+INLINE vec log_vec(vec x) {
+  ivec bits = (ivec)x - 0x3f3504f3;   // the bits of sqrt(1/2)
+  vec n = __builtin_convertvector(bits >> 23, vec);
+  vec f = (vec)((bits & 0x7fffff) + 0x3f3504f3) - 1.0f;
+  vec p = splat(7.0376836292e-2f);
+  p = p * f - 1.1514610310e-1f;
+  p = p * f + 1.1676998740e-1f;
+  p = p * f - 1.2420140846e-1f;
+  p = p * f + 1.4249322787e-1f;
+  p = p * f - 1.6668057665e-1f;
+  p = p * f + 2.0000714765e-1f;
+  p = p * f - 2.4999993993e-1f;
+  p = p * f + 3.3333331174e-1f;
+  vec square = f * f;
+  return n * LN2 + (f + square * (p * f - 0.5f)) + 0.0f * x;   // the last only lets a NaN through
+}
+
+// tanh, to a few units in the last place for small x too: with m = expm1(-2|x|), tanh|x| = -m / (m
+// + 2).
 INLINE vec tanh_vec(vec x) {
   ivec sign = (ivec)x & splat_int(-0x7fffffff - 1);
   vec y = (vec)((ivec)x ^ sign) * splat(-2.0f * LOG2E);
@@ -184,7 +210,7 @@ INLINE vec tanh_vec(vec x) {
   return (vec)((ivec)(-m / (m + 2.0f)) | sign);
 }
 
-// ---- transpose -------------------------------------------------------------------------------------------
+// ---- transpose ----------------------------------------------------------------------------------
 
 //@ -- the LANES indices of a two-vector shuffle, as text
 //@ local function shuffle(pick)
@@ -228,8 +254,10 @@ OUTLINE void transpose(float *to, sw_int64 to_stride, const float *from, sw_int6
 //@ while step < LANES do
 //@   for i = 0, LANES - 1 do
 //@     if i // step % 2 == 0 then
-  vec c$(2 * step)_$(i) = __builtin_shufflevector(c$(step)_$(i), c$(step)_$(i + step), $(by_groups(0)));
-  vec c$(2 * step)_$(i + step) = __builtin_shufflevector(c$(step)_$(i), c$(step)_$(i + step), $(by_groups(1)));
+  vec c$(2 * step)_$(i) =
+    __builtin_shufflevector(c$(step)_$(i), c$(step)_$(i + step), $(by_groups(0)));
+  vec c$(2 * step)_$(i + step) =
+    __builtin_shufflevector(c$(step)_$(i), c$(step)_$(i + step), $(by_groups(1)));
 //@     end
 //@   end
 //@   step = 2 * step
@@ -239,10 +267,11 @@ OUTLINE void transpose(float *to, sw_int64 to_stride, const float *from, sw_int6
 //@ end
 }
 
-// ---- mask ------------------------------------------------------------------------------------------------
+// ---- mask ---------------------------------------------------------------------------------------
 
-// Query i sees key j when i - WINDOW_LEFT <= j <= i + WINDOW_RIGHT, each side only if it is limited.  Seen
-// from key j those are the queries j - WINDOW_RIGHT .. j + WINDOW_LEFT; first > last when there are none.
+// Query i sees key j when i - WINDOW_LEFT <= j <= i + WINDOW_RIGHT, each side only if it is
+// limited.  Seen from key j those are the queries j - WINDOW_RIGHT .. j + WINDOW_LEFT; first > last
+// when there are none.
 struct queries { int first, last; };   // counted from the tile's first query
 
 // The queries of a tile of `tokens` that see the key `key` positions after the tile's first query.
@@ -255,13 +284,14 @@ INLINE struct queries seen_by(sw_int64 key, int tokens) {
   return seen;
 }
 
-// The lanes whose query sees the key; `lane_token` is each lane's query, counted from the tile's first.
+// The lanes whose query sees the key; `lane_token` is each lane's query, counted from the tile's
+// first.
 INLINE ivec visible(struct queries seen, ivec lane_token) {
   return (lane_token >= seen.first) & (lane_token <= seen.last);
 }
 
-// The keys that some query (and those that every query) of a tile of `tokens` from `tile` on sees, by the
-// window alone: positions [begin, end), empty when end <= begin.
+// The keys that some query (and those that every query) of a tile of `tokens` from `tile` on sees,
+// by the window alone: positions [begin, end), empty when end <= begin.
 struct positions { sw_int64 begin, end; };
 #define FAR ((sw_int64)1 << 62)
 
@@ -284,20 +314,25 @@ INLINE struct positions overlap(struct positions a, struct positions b) {
   return both;
 }
 
-// ---- packed key blocks -----------------------------------------------------------------------------------
+// ---- packed key blocks --------------------------------------------------------------------------
 
-// Block b holds the keys at positions [b * BLOCK_K, (b + 1) * BLOCK_K) of one key head as contiguous floats;
-// where no run holds a position its row is 0 and not covered.  Blocks stand in slot b % slots, so a window
-// slides over them and each key is packed once per unit, as long as the slots can hold the window.
+// Block b holds the keys at positions [b * BLOCK_K, (b + 1) * BLOCK_K) of one key head as
+// contiguous floats; where no run holds a position its row is 0 and not covered.  Blocks stand in
+// slot b % slots, so a window slides over them and each key is packed once per unit, as long as the
+// slots can hold the window.
 struct block {
   sw_int64 number;                    // -1: nothing here yet
   int      covered_keys;
   unsigned char covered[BLOCK_K];     // 1 where a run holds the key
 };
 
-INLINE sw_int64 block_slots(sw_int64 max_keys) {
-  sw_int64 touched = (max_keys + BLOCK_K - 2) / BLOCK_K + 1;
-  return touched + 1 < RING_BLOCKS ? touched + 1 : RING_BLOCKS;
+// How many slots serve units of up to `max_keys` keys, cut into tiles of `tile_tokens`: as many as
+// the blocks one tile can touch, but no more than RING_BLOCKS.
+INLINE sw_int64 block_slots(sw_int64 max_keys, sw_int64 tile_tokens) {
+  sw_int64 span = (sw_int64)WINDOW_LEFT + tile_tokens + WINDOW_RIGHT;
+  if (!LEFT_LIMITED || !RIGHT_LIMITED || span > max_keys) span = max_keys;
+  sw_int64 touched = (span + BLOCK_K - 2) / BLOCK_K + 1;
+  return touched < RING_BLOCKS ? touched : RING_BLOCKS;
 }
 
 INLINE void forget_blocks(struct block *blocks, sw_int64 slots) {
@@ -305,7 +340,8 @@ INLINE void forget_blocks(struct block *blocks, sw_int64 slots) {
 }
 
 // Rows of `dim` elements, `token` elements apart -> rows of `stride` floats, 0 from dim on.
-INLINE void pack_rows(float *to, int stride, const elem *from, sw_int64 token, int dim, sw_int64 rows) {
+INLINE void pack_rows(float *to, int stride, const elem *from, sw_int64 token, int dim,
+                      sw_int64 rows) {
   for (sw_int64 row = 0; row < rows; row++) {
     for (int d = 0; d < dim; d += LANES) {
       int at = vector_start(d, dim);
@@ -320,8 +356,9 @@ INLINE void pack_rows(float *to, int stride, const elem *from, sw_int64 token, i
   }
 }
 
-// Packs block `number` of head h of batch row b from the unit's runs: k and v [BLOCK_K][stride] floats.
-// When no run touches it (covered_keys is 0) nothing is written there: such a block is to be passed over.
+// Packs block `number` of head h of batch row b from the unit's runs: k and v [BLOCK_K][stride]
+// floats. When no run touches it (covered_keys is 0) nothing is written there: such a block is to
+// be passed over.
 OUTLINE void pack_block(struct block *block, float *k, int k_stride, float *v, int v_stride,
                         const struct sw_attention_args *args, const struct sw_unit *unit,
                         sw_int64 number, sw_int64 b, sw_int64 h) {
@@ -341,15 +378,18 @@ OUTLINE void pack_block(struct block *block, float *k, int k_stride, float *v, i
       __builtin_memset(v, 0, sizeof(float) * BLOCK_K * (unsigned long)v_stride);
     }
     sw_int64 from = here.begin - run->position, row = here.begin - whole.begin;
-    pack_rows(k + row * k_stride, k_stride, elem_at(&run->k, from, h, b), run->k.token, HEAD_DIM_QK, keys);
-    pack_rows(v + row * v_stride, v_stride, elem_at(&run->v, from, h, b), run->v.token, HEAD_DIM_V, keys);
+    pack_rows(k + row * k_stride, k_stride, elem_at(&run->k, from, h, b), run->k.token,
+              HEAD_DIM_QK, keys);
+    pack_rows(v + row * v_stride, v_stride, elem_at(&run->v, from, h, b), run->v.token,
+              HEAD_DIM_V, keys);
     __builtin_memset(block->covered + row, 1, (unsigned long)keys);
     block->covered_keys += (int)keys;
   }
 }
 
 // The positions of the unit's runs, first to last.
-INLINE struct positions unit_keys(const struct sw_attention_args *args, const struct sw_unit *unit) {
+INLINE struct positions unit_keys(const struct sw_attention_args *args,
+                                  const struct sw_unit *unit) {
   struct positions keys = { 0, 0 };
   if (unit->run_begin < unit->run_end) {
     const struct sw_run *last = &args->runs[unit->run_end - 1];
