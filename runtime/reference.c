@@ -303,7 +303,8 @@ static double score_gradient(const struct oracle *oracle, const struct query *qu
 
 void swathe_reference_dq(const struct swathe_problem *problem,
                          const struct swathe_sequence *sequence, const double *lse,
-                         const double *delta, int64_t batch, int64_t token, double *dq, double *dsink)
+                         const double *delta, int64_t batch, int64_t token, double *dq,
+                         double *dsink)
 {
   const struct oracle oracle = oracle_of(problem, sequence, batch);
   const struct range visible = keys_of_query(problem, sequence, token);
