@@ -1,0 +1,542 @@
+// backward.c: dq, dk, dv (and dsink) of a band of keys per query, from q, k, v, out, lse and dout.
+//
+// Weights are made again from the lse instead of being kept.  As in forward.c a row is one query of one
+// head and vectors run over rows; only the sums for keys run over the dims of a head.  A panel is ROWS rows:
+// PANEL_TOKENS query positions times PACK query heads of one key head.  A tile is PANELS panels, one after
+// the other in position, so that a key's sums are loaded and stored once for all of them, while each panel
+// works only on the keys that it can see.
+//
+//   q, dq        [batch][token][kv_heads * GQA][HEAD_DIM_QK] elem, by strides
+//   out, dout    [batch][token][kv_heads * GQA][HEAD_DIM_V] elem, by strides; dout's may be 0
+//   lse          [batch][token][kv_heads * GQA] float, natural logarithm
+//   k, v         runs of keys, each with its first position; packed block by block as floats
+//   dk, dv       float, beside the keys of each run: what this unit alone adds to their gradients
+//
+// For each tile:  Q^T, dO^T [dim][ROWS], Q, dO [row][dim],  delta = sum over dims of dout * out
+//   for each block of keys that some row sees, for each panel:
+//     P^T  = exp2(K Q^T - lse), masked       [keys][ROWS]
+//     dS^T = P^T * (V dO^T - delta)          [keys][ROWS]
+//     dQ^T = dQ^T + K^T dS^T                 [HEAD_DIM_QK][ROWS]
+//   and for all panels:
+//     dV = dV + P^T dO,  dK = dK + dS^T Q    [keys][dim], which stay with the packed block
+//   dq = dQ * scale
+//
+// A sum takes its terms in the order of tiles, head groups and rows, whatever the blocks, the slots or the
+// threads: the scale is folded into Q so that what leaves the block cache and returns is the sum itself.
+
+enum {
+  ROWS         = LANES * VECTORS,     // rows of a panel
+  TILE_ROWS    = ROWS * PANELS,
+  K_STRIDE     = LANES * KEY_VECTORS,    // floats from key to key in packed blocks, 0 behind the head's dims;
+  V_STRIDE     = LANES * VALUE_VECTORS,  // the same for rows of Q and dO
+  P_STRIDE     = TILE_ROWS + LANES,   // from key to key in P^T and dS^T; one vector more than needed, because
+                                      // keys a power of two apart would fall on the same few cache sets
+  GRAIN        = ROWS_K > ROWS_J ? ROWS_K : ROWS_J,   // what a panel sees of a block is rounded to this
+  COLUMNS      = LANES * VECTORS_D,   // dims of a key that are summed at once
+};
+
+const sw_int64 backward_tile_tokens = TILE_TOKENS;
+
+// ---- what a thread works in ------------------------------------------------------------------------------
+
+#define ALIGNED __attribute__((aligned(64)))
+
+// A packed block of keys with the sums of their gradients so far.
+struct slot {
+  struct block block;
+  float k[BLOCK_K * K_STRIDE] ALIGNED;
+  float v[BLOCK_K * V_STRIDE] ALIGNED;
+  float dk[BLOCK_K * K_STRIDE] ALIGNED;
+  float dv[BLOCK_K * V_STRIDE] ALIGNED;
+};
+
+struct workspace {
+  float q_t[PANELS][K_STRIDE * ROWS] ALIGNED;     // Q^T, scaled to powers of two
+  float dout_t[PANELS][V_STRIDE * ROWS] ALIGNED;  // dO^T
+  float dq_t[PANELS][K_STRIDE * ROWS] ALIGNED;    // dQ^T, not yet scaled
+  float q[TILE_ROWS * K_STRIDE] ALIGNED;          // Q * scale, 0 behind HEAD_DIM_QK
+  float dout[TILE_ROWS * V_STRIDE] ALIGNED;       // dO, 0 behind HEAD_DIM_V
+  float p[BLOCK_K * P_STRIDE] ALIGNED;            // P^T
+  float ds[BLOCK_K * P_STRIDE] ALIGNED;           // dS^T
+  float lse[TILE_ROWS] ALIGNED;                   // in powers of two
+  float delta[TILE_ROWS] ALIGNED;
+  ivec lane_token[VECTORS];                       // each lane's query, counted from its panel's first
+  double dsink[GQA];                              // of the item at work
+  sw_int64 next_block;                            // blocks below this were seen before by this item
+  sw_int64 slots;
+  struct slot slot[];
+};
+
+sw_int64 backward_workspace(sw_int64 max_keys) {
+  return (sw_int64)sizeof(struct workspace) + block_slots(max_keys, TILE_TOKENS) * (sw_int64)sizeof(struct slot);
+}
+
+// ---- a tile ----------------------------------------------------------------------------------------------
+
+// Lane m of a panel holds its query m / PACK, head m % PACK of the tile's heads.  Rows without a query are
+// all 0: they have P = 1, but dO, delta and so dS are 0, and they add nothing anywhere.
+struct tile {
+  const struct sw_attention_args *args;
+  const struct sw_unit *unit;
+  sw_int64 b, h;                      // batch row, key head
+  sw_int64 head;                      // its first query head
+  sw_int64 position, row;             // of its first query
+  int      tokens;                    // 1 .. TILE_TOKENS
+};
+
+// The queries of a panel; none when the tile ends before it.
+INLINE int panel_tokens(const struct tile *t, int panel) {
+  int left = t->tokens - panel * PANEL_TOKENS;
+  return left < 0 ? 0 : left < PANEL_TOKENS ? left : PANEL_TOKENS;
+}
+
+// Copies a square of LANES rows, `rows` of which exist, at dims [at, at + LANES): as they are (times
+// `factor`) to `plain` [row][stride], and turned (times `factor_t`) to `turned` [dim][ROWS].
+INLINE void load_square(float *plain, int stride, float factor, float *turned, float factor_t,
+                        const elem *const *from, int rows, int at, int dim) {
+  float square[LANES * LANES] ALIGNED;
+  for (int i = 0; i < LANES; i++) {
+    vec x = i < rows ? widen_row(from[i], at, dim) : (vec){0};
+    store_loose(plain + i * stride + at, x * factor);
+    store(square + i * LANES, x * factor_t);
+  }
+  transpose(turned + at * ROWS, ROWS, square, LANES);
+}
+
+// delta of LANES rows: sum over dims of dout * out.
+INLINE vec row_products(const float *dout, const elem *const *out, int rows) {
+  float square[LANES * LANES] ALIGNED, turned[LANES * LANES] ALIGNED;
+  for (int i = 0; i < LANES; i++) {
+    vec sum = {0};
+    for (int d = 0; i < rows && d < HEAD_DIM_V; d += LANES) {
+      int left = HEAD_DIM_V - d;
+      sum += load(dout + i * V_STRIDE + d) *
+             (left < LANES ? widen_some(out[i] + d, left) : widen(out[i] + d));
+    }
+    store(square + i * LANES, sum);
+  }
+  transpose(turned, LANES, square, LANES);
+  vec delta = load(turned);
+  for (int i = 1; i < LANES; i++) delta += load(turned + i * LANES);
+  return delta;
+}
+
+// Lays out LANES rows of a panel from lane m on: Q and dO both ways, lse, delta, and their part of dsink.
+OUTLINE void load_rows(struct workspace *w, const struct tile *t, int panel, int m) {
+  const struct sw_attention_args *args = t->args;
+  const elem *q[LANES], *out[LANES], *dout[LANES];
+  int row = panel * ROWS + m, rows = panel_tokens(t, panel) * PACK - m;
+  if (rows > LANES) rows = LANES;
+  for (int i = 0; i < LANES; i++) {
+    w->lse[row + i] = 0;
+    if (i >= rows) continue;
+    sw_int64 token = t->row + panel * PANEL_TOKENS + (m + i) / PACK, head = t->head + (m + i) % PACK;
+    q[i] = elem_at(&args->q, token, head, t->b);
+    out[i] = elem_at(&args->out, token, head, t->b);
+    dout[i] = elem_at(&args->dout, token, head, t->b);
+    float lse = *float_at(&args->lse, token, head, t->b);
+    if (lse > -__builtin_inff()) w->lse[row + i] = lse * LOG2E;   // else no key is seen: all is masked
+  }
+
+//@ if SOFTCAP == 1 then
+  float factor = args->scale / args->softcap;
+//@ else
+  float factor = args->scale * LOG2E;
+//@ end
+  for (int d = 0; d < HEAD_DIM_QK; d += LANES)
+    load_square(w->q + row * K_STRIDE, K_STRIDE, args->scale, w->q_t[panel] + m, factor,
+                q, rows, vector_start(d, HEAD_DIM_QK), HEAD_DIM_QK);
+  for (int d = 0; d < HEAD_DIM_V; d += LANES)
+    load_square(w->dout + row * V_STRIDE, V_STRIDE, 1, w->dout_t[panel] + m, 1,
+                dout, rows, vector_start(d, HEAD_DIM_V), HEAD_DIM_V);
+  store(w->delta + row, row_products(w->dout + row * V_STRIDE, out, rows));
+
+//@ if SINKS == 1 then
+  // A sink's weight in a row is exp(sink - lse); its value is 0, so d sink = weight * (0 - delta).
+  for (int i = 0; i < rows; i++) {
+    sw_int64 token = t->row + panel * PANEL_TOKENS + (m + i) / PACK, head = t->head + (m + i) % PACK;
+    float lse = *float_at(&args->lse, token, head, t->b);
+    if (lse > -__builtin_inff())
+      w->dsink[head - t->h * GQA] -= __builtin_expf(args->sink[head] - lse) * w->delta[row + i];
+  }
+//@ end
+}
+
+// dq = dQ * scale, for the rows of a panel that exist.
+OUTLINE void store_panel(const struct workspace *w, const struct tile *t, int panel) {
+  const struct sw_attention_args *args = t->args;
+  float square[LANES * LANES] ALIGNED;
+  int all = panel_tokens(t, panel) * PACK;
+  for (int m = 0; m < all; m += LANES)
+    for (int d = 0; d < HEAD_DIM_QK; d += LANES) {
+      int at = vector_start(d, HEAD_DIM_QK);
+      transpose(square, LANES, w->dq_t[panel] + at * ROWS + m, ROWS);
+      for (int i = 0; i < LANES && m + i < all; i++) {
+        sw_int64 token = t->row + panel * PANEL_TOKENS + (m + i) / PACK, head = t->head + (m + i) % PACK;
+        elem *to = (elem *)elem_at(&args->dq, token, head, t->b);
+        store_elem_row(to, at, HEAD_DIM_QK, load(square + i * LANES) * args->scale);
+      }
+    }
+}
+
+// ---- weights and what flows into them ----------------------------------------------------------------------
+
+// P^T of ROWS_K keys: p[r][m] = exp2(k[r] . q[:, m] - lse[m]).  With a softcap the score is
+// softcap * tanh(k . q), and slope[r][m] gets the derivative of that by the score before the cap.
+OUTLINE void weigh_keys(float *p, float *slope, const float *k, const float *q, const float *lse,
+                        float softcap) {
+//@ for r = 0, ROWS_K - 1 do
+//@ for v = 0, VECTORS - 1 do
+  vec s$(r)_$(v) = {0};
+//@ end
+//@ end
+  for (int d = 0; d < HEAD_DIM_QK; d++) {
+//@ for v = 0, VECTORS - 1 do
+    vec q$(v) = load(q + d * ROWS + $(v) * LANES);
+//@ end
+//@ for r = 0, ROWS_K - 1 do
+    vec k$(r) = splat(k[$(r) * K_STRIDE + d]);
+//@ for v = 0, VECTORS - 1 do
+    s$(r)_$(v) += k$(r) * q$(v);
+//@ end
+//@ end
+  }
+//@ for v = 0, VECTORS - 1 do
+  vec lse$(v) = load(lse + $(v) * LANES);
+//@ for r = 0, ROWS_K - 1 do
+//@ if SOFTCAP == 1 then
+  s$(r)_$(v) = tanh_vec(s$(r)_$(v));
+  store(slope + $(r) * P_STRIDE + $(v) * LANES, 1.0f - s$(r)_$(v) * s$(r)_$(v));
+  s$(r)_$(v) *= softcap * LOG2E;
+//@ end
+  store(p + $(r) * P_STRIDE + $(v) * LANES, exp2_vec(s$(r)_$(v) - lse$(v)));
+//@ end
+//@ end
+}
+
+// The same rows once more, where some row does not see some key: its weight becomes 0.
+//   row, key   the first key's row in the block, and its distance from the panel's first query
+OUTLINE void mask_keys(float *p, const struct block *block, int row, sw_int64 key, int tokens,
+                       const ivec *lane_token) {
+  for (int r = 0; r < ROWS_K; r++) {
+    struct queries seen = seen_by(key + r, tokens);
+    if (!block->covered[row + r]) seen.last = -1;
+    for (int v = 0; v < VECTORS; v++) {
+      float *at = p + r * P_STRIDE + v * LANES;
+      store(at, keep(load(at), visible(seen, lane_token[v])));
+    }
+  }
+}
+
+// dS^T of ROWS_K keys: ds[r][m] = p[r][m] * (v[r] . dout[:, m] - delta[m]); with a softcap ds holds the
+// slope of each score beforehand and is multiplied by it.
+OUTLINE void differentiate_weights(float *ds, const float *p, const float *v, const float *dout,
+                                   const float *delta) {
+//@ for r = 0, ROWS_K - 1 do
+//@ for m = 0, VECTORS - 1 do
+  vec g$(r)_$(m) = {0};
+//@ end
+//@ end
+  for (int d = 0; d < HEAD_DIM_V; d++) {
+//@ for m = 0, VECTORS - 1 do
+    vec o$(m) = load(dout + d * ROWS + $(m) * LANES);
+//@ end
+//@ for r = 0, ROWS_K - 1 do
+    vec v$(r) = splat(v[$(r) * V_STRIDE + d]);
+//@ for m = 0, VECTORS - 1 do
+    g$(r)_$(m) += v$(r) * o$(m);
+//@ end
+//@ end
+  }
+//@ for m = 0, VECTORS - 1 do
+  vec delta$(m) = load(delta + $(m) * LANES);
+//@ for r = 0, ROWS_K - 1 do
+  g$(r)_$(m) = load(p + $(r) * P_STRIDE + $(m) * LANES) * (g$(r)_$(m) - delta$(m));
+//@ if SOFTCAP == 1 then
+  g$(r)_$(m) *= load(ds + $(r) * P_STRIDE + $(m) * LANES);
+//@ end
+  store(ds + $(r) * P_STRIDE + $(m) * LANES, g$(r)_$(m));
+//@ end
+//@ end
+}
+
+// ---- sums ------------------------------------------------------------------------------------------------
+
+// dQ^T of ROWS_D dims: dq[d][m] += sum over `keys` keys j of k[j][d] * ds[j][m].
+OUTLINE void sum_for_queries(float *dq, const float *k, const float *ds, int keys) {
+//@ for d = 0, ROWS_D - 1 do
+//@ for m = 0, VECTORS - 1 do
+  vec q$(d)_$(m) = load(dq + $(d) * ROWS + $(m) * LANES);
+//@ end
+//@ end
+  for (int j = 0; j < keys; j++) {
+//@ for m = 0, VECTORS - 1 do
+    vec s$(m) = load(ds + j * P_STRIDE + $(m) * LANES);
+//@ end
+//@ for d = 0, ROWS_D - 1 do
+    vec k$(d) = splat(k[j * K_STRIDE + $(d)]);
+//@ for m = 0, VECTORS - 1 do
+    q$(d)_$(m) += k$(d) * s$(m);
+//@ end
+//@ end
+  }
+//@ for d = 0, ROWS_D - 1 do
+//@ for m = 0, VECTORS - 1 do
+  store(dq + $(d) * ROWS + $(m) * LANES, q$(d)_$(m));
+//@ end
+//@ end
+}
+
+// dV, or dK, of ROWS_J keys and COLUMNS dims: sum[r][c] += sum over `rows` rows m of p[r][m] * x[m][c].
+//   stride   of sum and x, in floats
+OUTLINE void sum_for_keys(float *sum, const float *p, const float *x, sw_int64 stride, int rows) {
+//@ for r = 0, ROWS_J - 1 do
+//@ for c = 0, VECTORS_D - 1 do
+  vec a$(r)_$(c) = load(sum + $(r) * stride + $(c) * LANES);
+//@ end
+//@ end
+  for (int m = 0; m < rows; m++) {
+//@ for c = 0, VECTORS_D - 1 do
+    vec x$(c) = load(x + $(c) * LANES);
+//@ end
+//@ for r = 0, ROWS_J - 1 do
+    vec p$(r) = splat(p[$(r) * P_STRIDE + m]);
+//@ for c = 0, VECTORS_D - 1 do
+    a$(r)_$(c) += p$(r) * x$(c);
+//@ end
+//@ end
+    x += stride;
+  }
+//@ for r = 0, ROWS_J - 1 do
+//@ for c = 0, VECTORS_D - 1 do
+  store(sum + $(r) * stride + $(c) * LANES, a$(r)_$(c));
+//@ end
+//@ end
+}
+
+// ---- the sums of a block and the runs --------------------------------------------------------------------
+
+INLINE void copy_rows(float *to, sw_int64 to_stride, const float *from, sw_int64 from_stride, int dim,
+                      sw_int64 rows) {
+  for (sw_int64 row = 0; row < rows; row++)
+    __builtin_memcpy(to + row * to_stride, from + row * from_stride, sizeof(float) * (unsigned long)dim);
+}
+
+// Writes the block's dk and dv to the runs that hold its keys, or with `back` takes up what it left there.
+OUTLINE void exchange_sums(struct slot *slot, const struct tile *t, int back) {
+  struct positions whole = { slot->block.number * BLOCK_K, (slot->block.number + 1) * BLOCK_K };
+  for (sw_int64 r = t->unit->run_begin; r < t->unit->run_end; r++) {
+    const struct sw_run *run = &t->args->runs[r];
+    struct positions held = { run->position, run->position + run->tokens };
+    struct positions here = overlap(whole, held);
+    sw_int64 keys = here.end - here.begin;
+    if (keys <= 0) continue;
+
+    sw_int64 from = here.begin - run->position, row = here.begin - whole.begin;
+    float *dk = float_at(&run->dk, from, t->h, t->b), *block_dk = slot->dk + row * K_STRIDE;
+    float *dv = float_at(&run->dv, from, t->h, t->b), *block_dv = slot->dv + row * V_STRIDE;
+    if (back) {
+      copy_rows(block_dk, K_STRIDE, dk, run->dk.token, HEAD_DIM_QK, keys);
+      copy_rows(block_dv, V_STRIDE, dv, run->dv.token, HEAD_DIM_V, keys);
+    } else {
+      copy_rows(dk, run->dk.token, block_dk, K_STRIDE, HEAD_DIM_QK, keys);
+      copy_rows(dv, run->dv.token, block_dv, V_STRIDE, HEAD_DIM_V, keys);
+    }
+  }
+}
+
+// Empties a slot: what its block summed up is handed over.
+static void leave_slot(struct slot *slot, const struct tile *t) {
+  if (slot->block.number >= 0 && slot->block.covered_keys) exchange_sums(slot, t, 0);
+  slot->block.number = -1;
+}
+
+// The slot that holds block `number`, made ready if another block was in it.  Tiles see their blocks in
+// ascending order and no tile sees less far than the one before, so a block that is new has the highest
+// number so far; any other has been here, and goes on from what it left.
+static struct slot *visit_block(struct workspace *w, const struct tile *t, sw_int64 number) {
+  struct slot *slot = &w->slot[number % w->slots];
+  if (slot->block.number == number) return slot;
+  leave_slot(slot, t);
+  pack_block(&slot->block, slot->k, K_STRIDE, slot->v, V_STRIDE, t->args, t->unit, number, t->b, t->h);
+  if (slot->block.covered_keys) {
+    __builtin_memset(slot->dk, 0, sizeof slot->dk);
+    __builtin_memset(slot->dv, 0, sizeof slot->dv);
+    if (number < w->next_block) exchange_sums(slot, t, 1);
+  }
+  if (number >= w->next_block) w->next_block = number + 1;
+  return slot;
+}
+
+// ---- a tile, continued -----------------------------------------------------------------------------------
+
+struct rows { int begin, end; };      // keys, as rows of a block
+
+// Which rows of a block a panel works on: those of the positions `here` that it sees, rounded to GRAIN.
+static struct rows rows_of_panel(const struct tile *t, int panel, const struct block *block,
+                                 struct positions here) {
+  const struct rows none_yet = { 0, 0 }, none_left = { BLOCK_K, BLOCK_K };
+  int tokens = panel_tokens(t, panel);
+  if (!tokens) return none_left;
+  struct positions seen = keys_of_some(t->position + panel * PANEL_TOKENS, tokens);
+  if (seen.end <= here.begin) return none_yet;
+  if (seen.begin >= here.end) return none_left;
+  sw_int64 first = block->number * BLOCK_K;
+  here = overlap(here, seen);
+  return (struct rows){ (int)(here.begin - first) / GRAIN * GRAIN,
+                        (int)(here.end - first + GRAIN - 1) / GRAIN * GRAIN };
+}
+
+// P^T, dS^T and dQ^T of one panel for its rows of a block.
+static void differentiate_panel(struct workspace *w, const struct tile *t, int panel,
+                                const struct slot *slot, struct rows keys) {
+  sw_int64 first = slot->block.number * BLOCK_K, position = t->position + panel * PANEL_TOKENS;
+  int tokens = panel_tokens(t, panel);
+  struct positions plain = keys_of_all(position, tokens);
+  if (slot->block.covered_keys < BLOCK_K) plain.end = plain.begin;
+  float *p = w->p + panel * ROWS, *ds = w->ds + panel * ROWS;
+
+  for (int row = keys.begin; row < keys.end; row += ROWS_K) {
+    float *weights = p + row * P_STRIDE;
+    weigh_keys(weights, ds + row * P_STRIDE, slot->k + row * K_STRIDE, w->q_t[panel],
+               w->lse + panel * ROWS, t->args->softcap);
+    if (first + row < plain.begin || first + row + ROWS_K > plain.end)
+      mask_keys(weights, &slot->block, row, first + row - position, tokens, w->lane_token);
+  }
+  for (int row = keys.begin; row < keys.end; row += ROWS_K)
+    differentiate_weights(ds + row * P_STRIDE, p + row * P_STRIDE, slot->v + row * V_STRIDE,
+                          w->dout_t[panel], w->delta + panel * ROWS);
+  for (int d = 0; d < K_STRIDE; d += ROWS_D)
+    sum_for_queries(w->dq_t[panel] + d * ROWS, slot->k + keys.begin * K_STRIDE + d,
+                    ds + keys.begin * P_STRIDE, keys.end - keys.begin);
+}
+
+// sums[key][dim] += sum over the rows of the panels that see the key of weights[key][row] * x[row][dim].
+static void sum_block(float *sums, const float *weights, const float *x, int stride,
+                      const struct rows *keys) {
+  for (int d = 0; d < stride; d += COLUMNS) {
+    int panel = 0, end = 0;   // the panels that see a key follow each other, and both ends only grow
+    for (int row = keys[0].begin; row < keys[PANELS - 1].end; row += ROWS_J) {
+      while (panel < PANELS && keys[panel].end <= row) panel++;
+      while (end < PANELS && keys[end].begin <= row) end++;
+      if (panel < end)
+        sum_for_keys(sums + row * stride + d, weights + row * P_STRIDE + panel * ROWS,
+                     x + panel * ROWS * stride + d, stride, (end - panel) * ROWS);
+    }
+  }
+}
+
+static void differentiate_block(struct workspace *w, const struct tile *t, struct slot *slot,
+                                struct positions here) {
+  struct rows keys[PANELS];
+  for (int panel = 0; panel < PANELS; panel++) {
+    keys[panel] = rows_of_panel(t, panel, &slot->block, here);
+    if (keys[panel].begin < keys[panel].end) differentiate_panel(w, t, panel, slot, keys[panel]);
+  }
+  sum_block(slot->dv, w->p, w->dout, V_STRIDE, keys);
+  sum_block(slot->dk, w->ds, w->q, K_STRIDE, keys);
+}
+
+static void backward_tile(struct workspace *w, const struct tile *t) {
+  for (int panel = 0; panel < PANELS; panel++)
+    for (int m = 0; m < ROWS; m += LANES) load_rows(w, t, panel, m);
+  __builtin_memset(w->dq_t, 0, sizeof w->dq_t);
+
+  struct positions seen = overlap(keys_of_some(t->position, t->tokens), unit_keys(t->args, t->unit));
+  while (seen.begin < seen.end) {
+    sw_int64 number = seen.begin / BLOCK_K;
+    struct positions here = overlap(seen, (struct positions){ 0, (number + 1) * BLOCK_K });
+    struct slot *slot = visit_block(w, t, number);
+    if (slot->block.covered_keys) differentiate_block(w, t, slot, here);
+    seen.begin = here.end;
+  }
+  for (int panel = 0; panel < PANELS; panel++) store_panel(w, t, panel);
+}
+
+// ---- items -----------------------------------------------------------------------------------------------
+
+static void backward_item(struct workspace *w, const struct sw_attention_args *args, sw_int64 item) {
+  sw_int64 unit = item / args->kv_heads / args->batch;
+  struct tile t = { .args = args, .unit = args->units + unit };
+  t.h = item % args->kv_heads;
+  t.b = item / args->kv_heads % args->batch;
+  __builtin_memset(w->dsink, 0, sizeof w->dsink);
+  w->next_block = 0;
+  for (sw_int64 slot = 0; slot < w->slots; slot++) w->slot[slot].block.number = -1;
+
+  for (sw_int64 token = 0; token < t.unit->tokens; token += TILE_TOKENS) {
+    sw_int64 left = t.unit->tokens - token;
+    t.tokens = (int)(left < TILE_TOKENS ? left : TILE_TOKENS);
+    t.position = t.unit->position + token;
+    t.row = t.unit->row + token;
+    for (int group = 0; group < GQA / PACK; group++) {
+      t.head = t.h * GQA + group * PACK;
+      backward_tile(w, &t);
+    }
+  }
+  for (sw_int64 slot = 0; slot < w->slots; slot++) leave_slot(&w->slot[slot], &t);
+//@ if SINKS == 1 then
+  float *dsink = args->dsink + ((unit * args->batch + t.b) * args->kv_heads + t.h) * GQA;
+  for (int head = 0; head < GQA; head++) dsink[head] = (float)w->dsink[head];
+//@ end
+}
+
+void backward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
+  struct workspace *w = workspace;
+  if (HEAD_DIM_QK < K_STRIDE) __builtin_memset(w->q, 0, sizeof w->q);   // behind the dims it stays 0
+  if (HEAD_DIM_V < V_STRIDE) __builtin_memset(w->dout, 0, sizeof w->dout);
+  w->slots = block_slots(args->max_keys, TILE_TOKENS);
+  for (int m = 0; m < ROWS; m++) ((int *)w->lane_token)[m] = m / PACK;
+  for (sw_int64 item = begin; item < end; item++) backward_item(w, args, item);
+}
+
+// ---- gather ----------------------------------------------------------------------------------------------
+
+enum { GATHER_ROWS = 16 };            // rows of one head that are summed at a time
+
+// Rows [begin, begin + rows) of one head, rows <= GATHER_ROWS: to = the sum of their terms, in order.
+//   values   0: dk, 1: dv
+INLINE void gather_rows(const struct sw_gather_args *args, int values, int dim, sw_int64 begin,
+                        sw_int64 rows, sw_int64 h, sw_int64 b) {
+  float sums[GATHER_ROWS * (HEAD_DIM_QK > HEAD_DIM_V ? HEAD_DIM_QK : HEAD_DIM_V)];
+  __builtin_memset(sums, 0, sizeof(float) * (unsigned long)(rows * dim));
+  for (sw_int64 i = 0; i < args->term_count; i++) {
+    const struct sw_term *term = &args->terms[i];
+    struct positions held = { term->row, term->row + term->tokens };
+    struct positions here = overlap(held, (struct positions){ begin, begin + rows });
+    for (sw_int64 row = here.begin; row < here.end; row++) {
+      const float *from = float_at(values ? &term->dv : &term->dk, row - term->row, h, b);
+      float *sum = sums + (row - begin) * dim;
+      int d = 0;
+      for (; d + LANES <= dim; d += LANES)
+        store_loose(sum + d, load_loose(sum + d) + load_loose(from + d));
+      for (; d < dim; d++) sum[d] += from[d];
+    }
+  }
+  for (sw_int64 row = 0; row < rows; row++) {
+    elem *to = (elem *)elem_at(values ? &args->dv : &args->dk, begin + row, h, b);
+    int d = 0;
+    for (; d + LANES <= dim; d += LANES) store_elem(to + d, load_loose(sums + row * dim + d));
+    if (d < dim) {
+      vec tail = {0};
+      __builtin_memcpy(&tail, sums + row * dim + d, sizeof(float) * (unsigned long)(dim - d));
+      store_elem_some(to + d, tail, dim - d);
+    }
+  }
+}
+
+void gather(const struct sw_gather_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
+  (void)workspace;
+  sw_int64 blocks = (args->rows + args->block_rows - 1) / args->block_rows;
+  for (sw_int64 item = begin; item < end; item++) {
+    sw_int64 b = item / blocks, first = item % blocks * args->block_rows;
+    sw_int64 last = first + args->block_rows < args->rows ? first + args->block_rows : args->rows;
+    for (sw_int64 row = first; row < last; row += GATHER_ROWS) {
+      sw_int64 rows = last - row < GATHER_ROWS ? last - row : GATHER_ROWS;
+      for (sw_int64 h = 0; h < args->kv_heads; h++) {
+        gather_rows(args, 0, HEAD_DIM_QK, row, rows, h, b);
+        gather_rows(args, 1, HEAD_DIM_V, row, rows, h, b);
+      }
+    }
+  }
+}
