@@ -13,12 +13,12 @@
 // Consecutive keys of one document with one owner.
 struct sw_halo_segment {
   int64_t document, position, tokens;
-  int64_t row;        // of the first key: in the owner's tensors
+  int64_t row;        // of the first key: in this rank's tensors; -1 where another rank is the owner
   int64_t slot;       // of the first key: token index in this rank's receive (or send) buffer; -1: own rows
   int32_t owner;      // rank that holds it
   int32_t reader;     // rank that needs it
   int32_t hops;       // shares between them along the document; 0 when the owner is the reader
-  int32_t span;       // index of the reader's span that needs it
+  int32_t span;       // in needs: index of the span that needs it; else -1, for several may
 };
 
 struct sw_halo_message {
