@@ -1,0 +1,614 @@
+// jit.c: source -> cached binary -> loaded image.
+//
+// The order of a load: who is the compiler (its identity is part of the key, and is itself remembered in
+// the cache, so that a warm start starts no process) -> cache -> the right to compile -> cache again ->
+// compile -> publish -> dlopen from memory.  What was compiled is used from memory and never read back.
+#include "jit.h"
+
+#include "jit_cache.h"
+#include "jit_cc.h"
+
+#include <assert.h>
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <sha256.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef MFD_EXEC
+#define MFD_EXEC 0x10u  // Linux 6.3, uapi/linux/memfd.h
+#endif
+
+enum { KEY_TEXT = 65, LINE = 256 };
+static const double ask_s = 20;          // for --version, at the most
+static const double longest_wait_s = 1e8;  // a deadline beyond that is none
+static const double shortest_nap_s = 1e-3, longest_nap_s = 20e-3;  // between tries for a lock
+
+struct binary {
+  unsigned char *bytes;  // owned
+  size_t size;
+};
+
+// A binary that the disk did not take: what a cache in memory holds.
+struct kept {
+  struct kept *next;
+  char key[KEY_TEXT];
+  struct binary binary;
+};
+
+// A key some thread of this process is busy with.
+struct flight {
+  struct flight *next;
+  char key[KEY_TEXT];
+};
+
+struct sw_jit {
+  struct sw_jit_cache *cache;
+  char *command;
+  pthread_mutex_t mutex;            // of kept and flights
+  pthread_cond_t landed;
+  struct kept *kept;
+  struct flight *flights;
+
+  pthread_mutex_t compiler_mutex;   // of the rest; `identity` stands still once `identified`
+  bool identified, recorded;
+  struct sw_jit_cc *cc;             // NULL: none here, the identity is the last one the cache has seen
+  char path[PATH_MAX], version[LINE], machine[LINE], problem[1024];
+  char *identity;                   // version, machine and arguments, a line each
+};
+
+struct sw_jit_image {
+  void *handle;
+  int memory;                       // kept open as long as the image: glibc knows images by "/proc/self/fd/N"
+  char name[64];
+};
+
+struct sw_jit_job {
+  struct sw_jit *jit;
+  struct sw_jit_cc_run *run;        // NULL: the binary was there already
+  char key[KEY_TEXT], name[64], isa[32];
+};
+
+// ---- Open and close ----------------------------------------------------------------------------
+
+static const char *choose_compiler(const char *compiler)
+{
+  if (!compiler || !*compiler) compiler = getenv("SWATHE_CC");
+  if (!compiler || !*compiler) compiler = getenv("CC");
+  return compiler && *compiler ? compiler : "cc";
+}
+
+enum swathe_status sw_jit_open(const char *directory, const char *compiler, struct sw_jit **jit_out)
+{
+  pthread_condattr_t monotonic;
+  struct sw_jit *jit = calloc(1, sizeof *jit);
+  if (!jit) return sw_fail(SWATHE_NO_MEMORY, "no memory for the kernel cache");
+  pthread_condattr_init(&monotonic);
+  pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+  pthread_cond_init(&jit->landed, &monotonic);
+  pthread_condattr_destroy(&monotonic);
+  pthread_mutex_init(&jit->mutex, NULL);
+  pthread_mutex_init(&jit->compiler_mutex, NULL);
+
+  enum swathe_status status = sw_jit_cache_open(directory, &jit->cache);
+  jit->command = strdup(choose_compiler(compiler));
+  if (!status && !jit->command) status = sw_fail(SWATHE_NO_MEMORY, "no memory for the kernel cache");
+  if (status) {
+    sw_jit_close(jit);
+    return status;
+  }
+  *jit_out = jit;
+  return SWATHE_OK;
+}
+
+void sw_jit_close(struct sw_jit *jit)
+{
+  if (!jit) return;
+  assert(!jit->flights);
+  while (jit->kept) {
+    struct kept *next = jit->kept->next;
+    free(jit->kept->binary.bytes);
+    free(jit->kept);
+    jit->kept = next;
+  }
+  sw_jit_cache_close(jit->cache);
+  sw_jit_cc_free(jit->cc);
+  free(jit->identity);
+  free(jit->command);
+  pthread_cond_destroy(&jit->landed);
+  pthread_mutex_destroy(&jit->mutex);
+  pthread_mutex_destroy(&jit->compiler_mutex);
+  free(jit);
+}
+
+// ---- Who the compiler is -----------------------------------------------------------------------
+
+static void digest_text(const char *text, char *hex)
+{
+  unsigned char bytes[SHA256_DIGEST_LENGTH];
+  SHA256_CTX context;
+  SHA256Init(&context);
+  SHA256Update(&context, (const unsigned char *)text, strlen(text));
+  SHA256Final(bytes, &context);
+  for (int i = 0; i < SHA256_DIGEST_LENGTH; i++) snprintf(hex + 2 * i, 3, "%02x", bytes[i]);
+}
+
+// The note about the compiler as it is installed now.
+static void note_name(const struct sw_jit *jit, char *name, size_t size)
+{
+  char hex[KEY_TEXT], *text = NULL;
+  if (asprintf(&text, "%s%s", sw_jit_cc_stamp(jit->cc), sw_jit_cc_arguments(jit->cc)) < 0) text = NULL;
+  digest_text(text ? text : "", hex);
+  free(text);
+  snprintf(name, size, "compilers/%.32s", hex);
+}
+
+static bool adopt_identity(struct sw_jit *jit, const char *identity)
+{
+  jit->identity = strdup(identity);
+  if (!jit->identity) return false;
+  const size_t line = strcspn(identity, "\n");
+  snprintf(jit->version, sizeof jit->version, "%.*s", (int)line, identity);
+  return true;
+}
+
+// Asks the compiler, unless the cache remembers what this very compiler said.
+static enum swathe_status identify_found(struct sw_jit *jit, double deadline_s)
+{
+  char name[64], text[2048];
+  note_name(jit, name, sizeof name);
+  if (!sw_jit_cache_read_note(jit->cache, name, text, sizeof text)) {
+    enum swathe_status status = sw_jit_cc_ask(jit->cc, "--version", deadline_s, jit->version, LINE);
+    if (status) return status;
+    if (sw_jit_cc_ask(jit->cc, "-dumpmachine", deadline_s, jit->machine, LINE))
+      strcpy(jit->machine, "unknown machine");
+    snprintf(text, sizeof text, "%s\n%s\n%.1024s\n", jit->version, jit->machine,
+             sw_jit_cc_arguments(jit->cc));
+  }
+  if (!adopt_identity(jit, text)) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
+  return SWATHE_OK;
+}
+
+// Under compiler_mutex.  A failure is not remembered: a compiler may be installed meanwhile.
+static enum swathe_status identify_locked(struct sw_jit *jit, double deadline_s)
+{
+  char text[2048];
+  if (jit->identified) return SWATHE_OK;
+  enum swathe_status status = sw_jit_cc_find(jit->command, &jit->cc);
+  if (!status) {
+    snprintf(jit->path, sizeof jit->path, "%s", sw_jit_cc_path(jit->cc));
+    status = identify_found(jit, deadline_s);
+  } else if (status == SWATHE_COMPILE) {
+    snprintf(jit->problem, sizeof jit->problem, "%s", swathe_error());
+    if (sw_jit_cache_read_note(jit->cache, "compilers/last", text, sizeof text))
+      status = adopt_identity(jit, text) ? SWATHE_OK
+                                         : sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
+  }
+  jit->identified = status == SWATHE_OK;
+  if (status) {
+    snprintf(jit->problem, sizeof jit->problem, "%s", swathe_error());
+    sw_jit_cc_free(jit->cc);
+    jit->cc = NULL;
+  }
+  return status;
+}
+
+static enum swathe_status identify(struct sw_jit *jit, double deadline_s)
+{
+  pthread_mutex_lock(&jit->compiler_mutex);
+  const enum swathe_status status = identify_locked(jit, deadline_s < ask_s ? deadline_s : ask_s);
+  pthread_mutex_unlock(&jit->compiler_mutex);
+  return status;
+}
+
+// After the first binary of this compiler is in the cache: what it said, for warm starts; and that it was
+// the last one, for machines that have the cache but no compiler.
+static void record_compiler(struct sw_jit *jit)
+{
+  char name[64];
+  pthread_mutex_lock(&jit->compiler_mutex);
+  const bool recorded = jit->recorded;
+  jit->recorded = true;
+  pthread_mutex_unlock(&jit->compiler_mutex);
+  if (recorded) return;
+  note_name(jit, name, sizeof name);
+  sw_jit_cache_write_note(jit->cache, name, jit->identity);
+  sw_jit_cache_write_note(jit->cache, "compilers/last", jit->identity);
+}
+
+void sw_jit_state(struct sw_jit *jit, struct sw_jit_state *state)
+{
+  const bool identified = identify(jit, ask_s) == SWATHE_OK;
+  const char *problem = sw_jit_cache_problem(jit->cache);
+  *state = (struct sw_jit_state){
+    .directory = sw_jit_cache_directory(jit->cache),
+    .compiler = jit->path,
+    .compiler_version = identified ? jit->version : "",
+    .problem = *problem ? problem : jit->problem,
+    .writable = sw_jit_cache_writable(jit->cache),
+  };
+}
+
+// ---- Keys --------------------------------------------------------------------------------------
+
+static void add_field(SHA256_CTX *context, const char *text)
+{
+  char length[32];
+  const int digits = snprintf(length, sizeof length, "%zu:", strlen(text));
+  SHA256Update(context, (const unsigned char *)length, (size_t)digits);
+  SHA256Update(context, (const unsigned char *)text, strlen(text));
+}
+
+// Every field with its length before it, so that no two requests give the same bytes.
+static void make_key(const struct sw_jit *jit, const struct sw_jit_request *request, char *key)
+{
+  unsigned char bytes[SHA256_DIGEST_LENGTH];
+  SHA256_CTX context;
+  SHA256Init(&context);
+  add_field(&context, request->source);
+  add_field(&context, request->flags);
+  add_field(&context, jit->identity);
+  add_field(&context, request->isa);
+  SHA256Final(bytes, &context);
+  for (int i = 0; i < SHA256_DIGEST_LENGTH; i++) snprintf(key + 2 * i, 3, "%02x", bytes[i]);
+}
+
+// ---- The cache, on disk and in memory ----------------------------------------------------------
+
+static bool find_kept(struct sw_jit *jit, const char *key, struct binary *binary)
+{
+  bool found = false;
+  pthread_mutex_lock(&jit->mutex);
+  for (const struct kept *kept = jit->kept; kept && !found; kept = kept->next) {
+    if (strcmp(kept->key, key)) continue;
+    binary->bytes = malloc(kept->binary.size);
+    binary->size = kept->binary.size;
+    if (binary->bytes) memcpy(binary->bytes, kept->binary.bytes, binary->size);
+    found = binary->bytes != NULL;
+  }
+  pthread_mutex_unlock(&jit->mutex);
+  return found;
+}
+
+static bool find(struct sw_jit *jit, const char *key, struct binary *binary)
+{
+  return find_kept(jit, key, binary) || sw_jit_cache_read(jit->cache, key, &binary->bytes, &binary->size);
+}
+
+// Removes what the caches hold under `key`: it was verified, and yet it does not load.
+static void reject(struct sw_jit *jit, const char *key)
+{
+  pthread_mutex_lock(&jit->mutex);
+  for (struct kept **link = &jit->kept; *link;) {
+    struct kept *kept = *link;
+    if (strcmp(kept->key, key)) {
+      link = &kept->next;
+      continue;
+    }
+    *link = kept->next;
+    free(kept->binary.bytes);
+    free(kept);
+  }
+  pthread_mutex_unlock(&jit->mutex);
+  sw_jit_cache_move_aside(jit->cache, key, "does not load");
+}
+
+// Onto the disk, else into memory.  Neither can fail the caller, who has the bytes.
+static void publish(struct sw_jit *jit, const char *key, const char *name, const char *isa,
+                    const struct binary *binary)
+{
+  const struct sw_jit_cache_label label = { .name = name, .isa = isa, .compiler = jit->version };
+  if (sw_jit_cache_write(jit->cache, key, &label, binary->bytes, binary->size)) {
+    record_compiler(jit);
+    return;
+  }
+  struct kept *kept = calloc(1, sizeof *kept);
+  unsigned char *bytes = malloc(binary->size);
+  if (!kept || !bytes) {
+    free(kept);
+    free(bytes);
+    return;
+  }
+  memcpy(bytes, binary->bytes, binary->size);
+  strcpy(kept->key, key);
+  kept->binary = (struct binary){ .bytes = bytes, .size = binary->size };
+  pthread_mutex_lock(&jit->mutex);
+  kept->next = jit->kept;
+  jit->kept = kept;
+  pthread_mutex_unlock(&jit->mutex);
+}
+
+// ---- Single flight -----------------------------------------------------------------------------
+
+static bool in_flight(const struct sw_jit *jit, const char *key)
+{
+  for (const struct flight *flight = jit->flights; flight; flight = flight->next)
+    if (!strcmp(flight->key, key)) return true;
+  return false;
+}
+
+// Waits while another thread is busy with the key, until `end` at the most; then enters `flight`.
+static void take_off(struct sw_jit *jit, const char *key, double end, struct flight *flight)
+{
+  const struct timespec until = { .tv_sec = (time_t)end,
+                                  .tv_nsec = (long)(1e9 * (end - (double)(time_t)end)) };
+  int error = 0;
+  strcpy(flight->key, key);
+  pthread_mutex_lock(&jit->mutex);
+  while (in_flight(jit, key) && !error)
+    error = pthread_cond_timedwait(&jit->landed, &jit->mutex, &until);
+  flight->next = jit->flights;
+  jit->flights = flight;
+  pthread_mutex_unlock(&jit->mutex);
+}
+
+static void land(struct sw_jit *jit, struct flight *flight)
+{
+  pthread_mutex_lock(&jit->mutex);
+  struct flight **link = &jit->flights;
+  while (*link != flight) link = &(*link)->next;
+  *link = flight->next;
+  pthread_cond_broadcast(&jit->landed);
+  pthread_mutex_unlock(&jit->mutex);
+}
+
+// The right to compile, among processes.  -1: after `end`, or where locks do not work; then compile anyway.
+static int wait_for_lock(struct sw_jit *jit, const char *key, double end)
+{
+  double nap_s = shortest_nap_s;
+  for (;;) {
+    int lock;
+    const enum sw_jit_cache_turn turn = sw_jit_cache_try_lock(jit->cache, key, &lock);
+    if (turn != SW_JIT_CACHE_BUSY) return lock;
+    if (!(sw_jit_cc_now() + nap_s < end)) return -1;
+    const struct timespec nap = { .tv_nsec = (long)(1e9 * nap_s) };
+    nanosleep(&nap, NULL);
+    nap_s = nap_s * 2 < longest_nap_s ? nap_s * 2 : longest_nap_s;
+  }
+}
+
+// ---- Compile -----------------------------------------------------------------------------------
+
+static enum swathe_status start_compiler(struct sw_jit *jit, const struct sw_jit_request *request,
+                                         struct sw_jit_cc_run **run)
+{
+  if (!jit->cc) return sw_fail(SWATHE_COMPILE, "%s", jit->problem);
+  // the cache is the last resort for temporary files, too
+  const char *last_resort =
+      sw_jit_cache_prepare(jit->cache) ? sw_jit_cache_directory(jit->cache) : NULL;
+  return sw_jit_cc_start(jit->cc, request->name, request->source, request->flags, last_resort, run);
+}
+
+static enum swathe_status compile(struct sw_jit *jit, const struct sw_jit_request *request,
+                                  double deadline_s, struct binary *binary,
+                                  struct sw_jit_report *report, char **log)
+{
+  struct sw_jit_cc_run *run;
+  enum swathe_status status = start_compiler(jit, request, &run);
+  if (!status)
+    status = sw_jit_cc_finish(run, deadline_s, &binary->bytes, &binary->size, &report->compile_s, log);
+  if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
+  publish(jit, report->key, request->name, request->isa, binary);
+  return SWATHE_OK;
+}
+
+// The binary of a request, with the report about it.  `fresh`: what is cached is not to be trusted.
+static enum swathe_status obtain(struct sw_jit *jit, const struct sw_jit_request *request,
+                                 double deadline_s, bool fresh, struct binary *binary,
+                                 struct sw_jit_report *report, char **log)
+{
+  struct flight flight;
+  int lock = -1;
+  if (log) *log = NULL;
+  *report = (struct sw_jit_report){ .cached = false };
+  if (deadline_s > longest_wait_s) deadline_s = longest_wait_s;
+  enum swathe_status status = identify(jit, deadline_s);
+  if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
+  make_key(jit, request, report->key);
+
+  const double end = sw_jit_cc_now() + deadline_s;
+  take_off(jit, report->key, end, &flight);
+  report->cached = !fresh && find(jit, report->key, binary);
+  if (!report->cached && jit->cc) {
+    lock = wait_for_lock(jit, report->key, end);
+    report->cached = !fresh && lock >= 0 && find(jit, report->key, binary);
+  }
+  if (!report->cached) status = compile(jit, request, deadline_s, binary, report, log);
+  sw_jit_cache_unlock(jit->cache, report->key, lock);
+  land(jit, &flight);
+  if (!status) report->binary_bytes = binary->size;
+  return status;
+}
+
+// ---- Load --------------------------------------------------------------------------------------
+
+static bool write_all(int to, const struct binary *binary)
+{
+  size_t done = 0;
+  while (done < binary->size) {
+    const ssize_t part = write(to, binary->bytes + done, binary->size - done);
+    if (part < 0 && errno == EINTR) continue;
+    if (part <= 0) return false;
+    done += (size_t)part;
+  }
+  return true;
+}
+
+static enum swathe_status open_image(const char *path, void **handle)
+{
+  *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+  if (*handle) return SWATHE_OK;
+  const char *why = dlerror();
+  return sw_fail(SWATHE_LOAD, "%s", why ? why : "dlopen failed");
+}
+
+// No file at all: the image lives in memory only.
+static enum swathe_status load_from_memory(const struct binary *binary, const char *name, void **handle,
+                                           int *memory_out)
+{
+  char path[64];
+  int memory = memfd_create(name, MFD_CLOEXEC | MFD_EXEC);
+  if (memory < 0 && errno == EINVAL) memory = memfd_create(name, MFD_CLOEXEC);
+  if (memory < 0) return sw_fail(SWATHE_LOAD, "memfd_create: %s", strerror(errno));
+  enum swathe_status status = SWATHE_OK;
+  if (!write_all(memory, binary)) status = sw_fail(SWATHE_LOAD, "memfd: %s", strerror(errno));
+  snprintf(path, sizeof path, "/proc/self/fd/%d", memory);
+  if (!status) status = open_image(path, handle);
+  if (status) close(memory);
+  else *memory_out = memory;
+  return status;
+}
+
+// Where memory files are refused: a private file, gone as soon as it is loaded.
+static enum swathe_status load_from_file(const struct binary *binary, const char *directory, void **handle)
+{
+  char path[PATH_MAX];
+  if (snprintf(path, sizeof path, "%s/swathe-XXXXXX", directory) >= (int)sizeof path)
+    return sw_fail(SWATHE_LOAD, "%s: the name is too long", directory);
+  const int file = mkostemp(path, O_CLOEXEC);
+  if (file < 0) return sw_fail(SWATHE_LOAD, "%s: %s", path, strerror(errno));
+  enum swathe_status status = SWATHE_OK;
+  if (!write_all(file, binary)) status = sw_fail(SWATHE_LOAD, "%s: %s", path, strerror(errno));
+  close(file);
+  if (!status) status = open_image(path, handle);
+  unlink(path);
+  return status;
+}
+
+static enum swathe_status load(struct sw_jit *jit, const struct binary *binary, const char *name,
+                               struct sw_jit_image **image_out)
+{
+  struct sw_jit_image *image = calloc(1, sizeof *image);
+  if (!image) return sw_fail(SWATHE_NO_MEMORY, "no memory for a kernel's image");
+  snprintf(image->name, sizeof image->name, "%s", name);
+  image->memory = -1;
+
+  const char *cache = sw_jit_cache_directory(jit->cache);
+  const char *places[] = { getenv("TMPDIR"), "/tmp", cache };  // any of them may forbid execution
+  enum swathe_status status = load_from_memory(binary, name, &image->handle, &image->memory);
+  for (size_t i = 0; status && i < sizeof places / sizeof *places; i++)
+    if (places[i] && *places[i] == '/') status = load_from_file(binary, places[i], &image->handle);
+  if (status) {
+    free(image);
+    return sw_within(status, "while loading %s", name);
+  }
+  *image_out = image;
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *request, double deadline_s,
+                               struct sw_jit_image **image, struct sw_jit_report *report, char **log)
+{
+  struct binary binary = { NULL, 0 };
+  struct sw_jit_report own;
+  if (!report) report = &own;
+  enum swathe_status status = obtain(jit, request, deadline_s, false, &binary, report, log);
+  if (status) return status;
+  status = load(jit, &binary, request->name, image);
+  free(binary.bytes);
+  if (!status || !report->cached) return status;
+
+  reject(jit, report->key);
+  status = obtain(jit, request, deadline_s, true, &binary, report, log);
+  if (status) return status;
+  status = load(jit, &binary, request->name, image);
+  free(binary.bytes);
+  return status;
+}
+
+enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request, double deadline_s,
+                               struct sw_jit_report *report, char **log)
+{
+  struct binary binary = { NULL, 0 };
+  struct sw_jit_report own;
+  if (!report) report = &own;
+  const enum swathe_status status = obtain(jit, request, deadline_s, false, &binary, report, log);
+  if (!status) free(binary.bytes);
+  return status;
+}
+
+enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name, void **address)
+{
+  void *found = dlsym(image->handle, name);
+  if (!found) return sw_fail(SWATHE_LOAD, "the compiled %s has no symbol '%s'", image->name, name);
+  *address = found;
+  return SWATHE_OK;
+}
+
+void sw_jit_unload(struct sw_jit_image *image)
+{
+  char path[64];
+  if (!image) return;
+  dlclose(image->handle);
+  if (image->memory >= 0) {
+    // An image that chose to stay must keep its number: another image under it would be taken for it.
+    snprintf(path, sizeof path, "/proc/self/fd/%d", image->memory);
+    void *stayed = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
+    if (stayed) dlclose(stayed);
+    else close(image->memory);
+  }
+  free(image);
+}
+
+// ---- Jobs --------------------------------------------------------------------------------------
+
+enum swathe_status sw_jit_job_start(struct sw_jit *jit, const struct sw_jit_request *request,
+                                    struct sw_jit_job **job_out)
+{
+  struct binary binary = { NULL, 0 };
+  enum swathe_status status = identify(jit, ask_s);
+  if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
+  struct sw_jit_job *job = calloc(1, sizeof *job);
+  if (!job) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compilation");
+  job->jit = jit;
+  snprintf(job->name, sizeof job->name, "%s", request->name);
+  snprintf(job->isa, sizeof job->isa, "%s", request->isa);
+  make_key(jit, request, job->key);
+  if (find(jit, job->key, &binary)) {
+    free(binary.bytes);
+  } else {
+    status = start_compiler(jit, request, &job->run);
+    if (status) {
+      free(job);
+      return sw_within(status, "while compiling %s for %s", request->name, request->isa);
+    }
+  }
+  *job_out = job;
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_jit_job_poll(struct sw_jit_job *job, bool *done)
+{
+  *done = !job->run || sw_jit_cc_done(job->run);
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_jit_job_finish(struct sw_jit_job *job, double deadline_s, char **log)
+{
+  struct binary binary = { NULL, 0 };
+  double seconds;
+  enum swathe_status status = SWATHE_OK;
+  if (log) *log = NULL;
+  if (job->run) {
+    status = sw_jit_cc_finish(job->run, deadline_s, &binary.bytes, &binary.size, &seconds, log);
+    if (status) sw_within(status, "while compiling %s for %s", job->name, job->isa);
+    else publish(job->jit, job->key, job->name, job->isa, &binary);
+  }
+  free(binary.bytes);
+  free(job);
+  return status;
+}
+
+void sw_jit_job_kill(struct sw_jit_job *job)
+{
+  if (!job) return;
+  if (job->run) sw_jit_cc_kill(job->run);
+  free(job);
+}

@@ -1,0 +1,485 @@
+// jit_cache.c: where the cache of compiled kernels is, and its files.
+//
+// Every file is written under a temporary name in its own directory, synced and renamed, so a reader sees a
+// whole file or none; what a reader sees is checked against its digest all the same.
+#include "jit_cache.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <sha256.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/file.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { KEY_DIGITS = 64, NOTE_BYTES = 4096, NAME_BYTES = 128 };
+static const size_t entry_bytes = (size_t)256 << 20;  // a larger file is no entry
+
+struct sw_jit_cache {
+  char path[PATH_MAX];   // absolute; "" is memory only
+  bool in_temporary;     // made by us where others may write too: no symlink, mode 0700
+  pthread_mutex_t mutex; // of the rest
+  int directory;         // -1 until it exists; never changes after that
+  bool refused, warned;
+  char problem[PATH_MAX + 128];
+};
+
+// The head of an entry, in this machine's byte order, as its payload is.
+struct header {
+  char magic[8];
+  uint32_t header_bytes, reserved;
+  unsigned char key[SHA256_DIGEST_LENGTH];
+  unsigned char payload_digest[SHA256_DIGEST_LENGTH];
+  uint64_t payload_bytes;
+  char name[64], isa[32], compiler[256];
+  unsigned char header_digest[SHA256_DIGEST_LENGTH];  // of everything above
+};
+static const char magic[8] = { 'S', 'W', 'A', 'T', 'H', 'E', 'K', '1' };
+
+static void digest(const void *bytes, size_t size, unsigned char *result)
+{
+  SHA256_CTX context;
+  SHA256Init(&context);
+  SHA256Update(&context, bytes, size);
+  SHA256Final(result, &context);
+}
+
+// ---- Where it is -------------------------------------------------------------------------------
+
+// Whether this process may write into the directory, or into the nearest one above it that exists.
+static bool may_be_written(const char *path)
+{
+  char ancestor[PATH_MAX];
+  struct stat file;
+  snprintf(ancestor, sizeof ancestor, "%s", path);
+  while (stat(ancestor, &file)) {
+    char *slash = strrchr(ancestor, '/');
+    if (errno != ENOENT || !slash) return false;
+    if (slash == ancestor) slash++;
+    *slash = 0;
+  }
+  return S_ISDIR(file.st_mode) && faccessat(AT_FDCWD, ancestor, W_OK | X_OK, AT_EACCESS) == 0;
+}
+
+// Takes parent/tail as the cache if `parent` is an absolute path other than "/" and it is there or can be.
+static bool choose_below(struct sw_jit_cache *cache, const char *parent, const char *tail)
+{
+  struct stat file;
+  if (!parent || parent[0] != '/' || parent[strspn(parent, "/")] == 0) return false;
+  if (snprintf(cache->path, sizeof cache->path, "%s/%s", parent, tail) >= (int)sizeof cache->path)
+    return false;
+  return lstat(cache->path, &file) == 0 || may_be_written(cache->path);
+}
+
+// A directory somebody named; a relative one is taken from where we are now, not where we will be.
+static bool choose_named(struct sw_jit_cache *cache, const char *directory)
+{
+  char here[PATH_MAX] = "";
+  if (!directory || !*directory) return false;
+  if (*directory != '/' && !getcwd(here, sizeof here)) return false;
+  const int length = snprintf(cache->path, sizeof cache->path, "%s%s%s", here, *here ? "/" : "", directory);
+  return length < (int)sizeof cache->path;
+}
+
+// The order that swathe_options.cache promises.  Never the current directory.
+static void choose(struct sw_jit_cache *cache, const char *directory)
+{
+  char private_name[64];
+  if (choose_named(cache, directory)) return;
+  if (choose_named(cache, getenv("SWATHE_CACHE_DIR"))) return;
+  if (choose_below(cache, getenv("XDG_CACHE_HOME"), "swathe")) return;
+  if (choose_below(cache, getenv("HOME"), ".cache/swathe")) return;
+
+  cache->in_temporary = true;
+  snprintf(private_name, sizeof private_name, "swathe-cache-%u", (unsigned)geteuid());
+  if (choose_below(cache, getenv("TMPDIR"), private_name)) return;
+  if (choose_below(cache, "/tmp", private_name)) return;
+  cache->path[0] = 0;
+  snprintf(cache->problem, sizeof cache->problem, "no directory for it: neither a home nor /tmp is usable");
+}
+
+// ---- Whose it is -------------------------------------------------------------------------------
+
+static void refuse(struct sw_jit_cache *cache, const char *why)
+{
+  snprintf(cache->problem, sizeof cache->problem, "%s %s", cache->path, why);
+  sw_warn("the kernel cache %s: it is not used, kernels are compiled again in each process",
+          cache->problem);
+  cache->refused = true;
+}
+
+// Opens the directory if it exists and looks whose it is.  Under the mutex.
+static void open_directory(struct sw_jit_cache *cache)
+{
+  struct stat file;
+  const int follow = cache->in_temporary ? O_NOFOLLOW : 0;
+  const mode_t foreign = cache->in_temporary ? S_IRWXG | S_IRWXO : S_IWGRP | S_IWOTH;
+  if (!cache->path[0] || cache->refused || cache->directory >= 0) return;
+
+  const int directory = open(cache->path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | follow);
+  if (directory < 0) {
+    if (cache->in_temporary && (errno == ELOOP || errno == ENOTDIR))
+      refuse(cache, "is not a directory of ours");
+    return;
+  }
+  if (fstat(directory, &file)) file.st_mode = 07777;
+  if (file.st_uid != geteuid()) refuse(cache, "belongs to another user");
+  else if (file.st_mode & foreign)
+    refuse(cache, cache->in_temporary ? "is open to other users (wanted: chmod 0700)"
+                                                : "can be written by other users (wanted: chmod go-w)");
+  if (cache->refused) close(directory);
+  else cache->directory = directory;
+}
+
+static void warn_once(struct sw_jit_cache *cache, const char *what, int error)
+{
+  pthread_mutex_lock(&cache->mutex);
+  const bool warned = cache->warned;
+  cache->warned = true;
+  pthread_mutex_unlock(&cache->mutex);
+  if (!warned)
+    sw_warn("the kernel cache %s cannot be written (%s: %s): kernels are compiled again in each process",
+            cache->path, what, strerror(error));
+}
+
+// mkdir -p, 0700 each.  Returns 0 or an errno.
+static int create_directories(const char *path)
+{
+  char partial[PATH_MAX];
+  snprintf(partial, sizeof partial, "%s", path);
+  for (char *slash = strchr(partial + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
+    *slash = 0;
+    if (mkdir(partial, 0700) && errno != EEXIST && errno != EROFS && errno != EACCES) return errno;
+    *slash = '/';
+  }
+  return mkdir(partial, 0700) && errno != EEXIST ? errno : 0;
+}
+
+static void write_tag(struct sw_jit_cache *cache);
+
+bool sw_jit_cache_prepare(struct sw_jit_cache *cache)
+{
+  int error = 0;
+  bool created = false;
+  pthread_mutex_lock(&cache->mutex);
+  open_directory(cache);
+  if (cache->path[0] && !cache->refused && cache->directory < 0) {
+    error = create_directories(cache->path);
+    open_directory(cache);
+    created = cache->directory >= 0;
+    if (!created && !error) error = errno;
+  }
+  const bool usable = cache->directory >= 0;
+  const bool wanted = cache->path[0] && !cache->refused;
+  pthread_mutex_unlock(&cache->mutex);
+  if (wanted && !usable) warn_once(cache, "creating it", error);
+  if (created) write_tag(cache);
+  return usable;
+}
+
+enum swathe_status sw_jit_cache_open(const char *directory, struct sw_jit_cache **cache_out)
+{
+  struct sw_jit_cache *cache = calloc(1, sizeof *cache);
+  if (!cache) return sw_fail(SWATHE_NO_MEMORY, "no memory for the kernel cache");
+  pthread_mutex_init(&cache->mutex, NULL);
+  cache->directory = -1;
+  choose(cache, directory);
+  open_directory(cache);
+  *cache_out = cache;
+  return SWATHE_OK;
+}
+
+void sw_jit_cache_close(struct sw_jit_cache *cache)
+{
+  if (!cache) return;
+  if (cache->directory >= 0) close(cache->directory);
+  pthread_mutex_destroy(&cache->mutex);
+  free(cache);
+}
+
+const char *sw_jit_cache_directory(struct sw_jit_cache *cache)
+{
+  pthread_mutex_lock(&cache->mutex);
+  const bool refused = cache->refused;
+  pthread_mutex_unlock(&cache->mutex);
+  return refused ? "" : cache->path;
+}
+
+const char *sw_jit_cache_problem(const struct sw_jit_cache *cache) { return cache->problem; }
+
+bool sw_jit_cache_writable(struct sw_jit_cache *cache)
+{
+  const char *directory = sw_jit_cache_directory(cache);
+  return *directory && may_be_written(directory);
+}
+
+// ---- Files -------------------------------------------------------------------------------------
+
+// The directory's descriptor once it exists, else -1.
+static int root_of(struct sw_jit_cache *cache)
+{
+  pthread_mutex_lock(&cache->mutex);
+  open_directory(cache);
+  const int directory = cache->directory;
+  pthread_mutex_unlock(&cache->mutex);
+  return directory;
+}
+
+static void entry_name(const char *key, const char *suffix, char *name)
+{
+  snprintf(name, NAME_BYTES, "%.2s/%s.%s", key, key + 2, suffix);
+}
+
+// A whole regular file of at most `most` bytes.  False if there is none or it cannot be read; *wrong says
+// whether something else stands in its place.
+static bool read_file(int root, const char *name, size_t most, unsigned char **bytes, size_t *size,
+                      bool *wrong)
+{
+  struct stat file;
+  *wrong = false;
+  const int from = openat(root, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (from < 0) {
+    *wrong = errno == ELOOP;
+    return false;
+  }
+  if (fstat(from, &file) || !S_ISREG(file.st_mode) || (uint64_t)file.st_size > most) {
+    close(from);
+    *wrong = true;
+    return false;
+  }
+  const size_t wanted = (size_t)file.st_size;
+  unsigned char *content = malloc(wanted + 1);
+  size_t got = 0;
+  while (content && got < wanted) {
+    const ssize_t part = read(from, content + got, wanted - got);
+    if (part < 0 && errno == EINTR) continue;
+    if (part <= 0) break;
+    got += (size_t)part;
+  }
+  close(from);
+  if (!content || got < wanted) {
+    free(content);
+    return false;
+  }
+  *bytes = content;
+  *size = wanted;
+  return true;
+}
+
+static bool write_all(int to, const void *bytes, size_t size)
+{
+  const char *rest = bytes;
+  while (size) {
+    const ssize_t part = write(to, rest, size);
+    if (part < 0 && errno == EINTR) continue;
+    if (part < 0) return false;
+    rest += part;
+    size -= (size_t)part;
+  }
+  return true;
+}
+
+// head then body under a temporary name beside `name`, synced, renamed over it.  A warning if it fails.
+static bool write_file(struct sw_jit_cache *cache, const char *name, const void *head, size_t head_bytes,
+                       const void *body, size_t body_bytes)
+{
+  char temporary[NAME_BYTES + 32], directory[NAME_BYTES];
+  uint64_t random = 0;
+  if (!sw_jit_cache_prepare(cache)) return false;
+  if (getrandom(&random, sizeof random, 0) < 0) random = (uint64_t)getpid();
+  snprintf(temporary, sizeof temporary, "%s.%016llx.tmp", name, (unsigned long long)random);
+  snprintf(directory, sizeof directory, "%.*s", (int)strcspn(name, "/"), name);
+
+  const char *step = "making a directory";
+  if (strchr(name, '/') && mkdirat(cache->directory, directory, 0700) && errno != EEXIST) goto failed;
+  step = "writing an entry";
+  const int to = openat(cache->directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (to < 0) goto failed;
+  bool written = write_all(to, head, head_bytes) && write_all(to, body, body_bytes) && fsync(to) == 0;
+  int error = errno;
+  if (close(to) && written) {
+    written = false;
+    error = errno;
+  }
+  if (written && renameat(cache->directory, temporary, cache->directory, name) == 0) return true;
+  if (written) error = errno;
+  unlinkat(cache->directory, temporary, 0);
+  errno = error;
+failed:
+  warn_once(cache, step, errno);
+  return false;
+}
+
+static void write_tag(struct sw_jit_cache *cache)
+{
+  static const char tag[] =
+      "Signature: 8a477f597d28d172789f06886806bc55\n"
+      "# Compiled kernels of swathe; they are made again when missing.\n"
+      "# About this file: https://bford.info/cachedir/\n";
+  if (faccessat(cache->directory, "CACHEDIR.TAG", F_OK, 0))
+    write_file(cache, "CACHEDIR.TAG", tag, sizeof tag - 1, "", 0);
+}
+
+// ---- Entries -----------------------------------------------------------------------------------
+
+static void key_bytes(const char *key, unsigned char *bytes)
+{
+  for (int i = 0; i < SHA256_DIGEST_LENGTH; i++) {
+    const char pair[3] = { key[2 * i], key[2 * i + 1], 0 };
+    bytes[i] = (unsigned char)strtoul(pair, NULL, 16);
+  }
+}
+
+// NULL if the file is the whole entry of `key`, else what is wrong with it.
+static const char *find_defect(const char *key, const unsigned char *file, size_t size)
+{
+  struct header header;
+  unsigned char wanted[SHA256_DIGEST_LENGTH];
+  if (size < sizeof header) return "is shorter than its header";
+  memcpy(&header, file, sizeof header);
+  if (memcmp(header.magic, magic, sizeof magic)) return "is not an entry of this version";
+  if (header.header_bytes != sizeof header) return "has a header of another size";
+  digest(&header, offsetof(struct header, header_digest), wanted);
+  if (memcmp(header.header_digest, wanted, sizeof wanted)) return "has a damaged header";
+  key_bytes(key, wanted);
+  if (memcmp(header.key, wanted, sizeof wanted)) return "holds another kernel";
+  if (header.payload_bytes != size - sizeof header || size == sizeof header) return "is cut or too long";
+  digest(file + sizeof header, size - sizeof header, wanted);
+  if (memcmp(header.payload_digest, wanted, sizeof wanted)) return "is damaged";
+  return NULL;
+}
+
+bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned char **bytes, size_t *size)
+{
+  char name[NAME_BYTES];
+  unsigned char *file = NULL;
+  size_t file_bytes = 0;
+  bool wrong = false;
+  const int root = root_of(cache);
+  if (root < 0) return false;
+
+  entry_name(key, "swk", name);
+  const bool found = read_file(root, name, entry_bytes, &file, &file_bytes, &wrong);
+  const char *defect = wrong ? "is no regular file" : found ? find_defect(key, file, file_bytes) : NULL;
+  if (defect) sw_jit_cache_move_aside(cache, key, defect);
+  if (!found || defect) {
+    free(file);
+    return false;
+  }
+  *size = file_bytes - sizeof(struct header);
+  memmove(file, file + sizeof(struct header), *size);
+  *bytes = file;
+  return true;
+}
+
+void sw_jit_cache_move_aside(struct sw_jit_cache *cache, const char *key, const char *why)
+{
+  char name[NAME_BYTES], aside[NAME_BYTES];
+  const int root = root_of(cache);
+  if (root < 0) return;
+  entry_name(key, "swk", name);
+  entry_name(key, "bad", aside);
+  sw_warn("%s/%s %s: moved aside and compiled again", cache->path, name, why);
+  if (renameat(root, name, root, aside) && errno != ENOENT) unlinkat(root, name, 0);
+}
+
+bool sw_jit_cache_write(struct sw_jit_cache *cache, const char *key, const struct sw_jit_cache_label *label,
+                        const unsigned char *bytes, size_t size)
+{
+  char name[NAME_BYTES];
+  struct header header;
+  memset(&header, 0, sizeof header);
+  memcpy(header.magic, magic, sizeof magic);
+  header.header_bytes = sizeof header;
+  key_bytes(key, header.key);
+  digest(bytes, size, header.payload_digest);
+  header.payload_bytes = size;
+  snprintf(header.name, sizeof header.name, "%s", label->name);
+  snprintf(header.isa, sizeof header.isa, "%s", label->isa);
+  snprintf(header.compiler, sizeof header.compiler, "%s", label->compiler);
+  digest(&header, offsetof(struct header, header_digest), header.header_digest);
+
+  entry_name(key, "swk", name);
+  return write_file(cache, name, &header, sizeof header, bytes, size);
+}
+
+// ---- Locks -------------------------------------------------------------------------------------
+
+enum sw_jit_cache_turn sw_jit_cache_try_lock(struct sw_jit_cache *cache, const char *key, int *lock)
+{
+  char name[NAME_BYTES];
+  struct stat held, named;
+  *lock = -1;
+  if (!sw_jit_cache_prepare(cache)) return SW_JIT_CACHE_NO_LOCKS;
+  entry_name(key, "lock", name);
+  const char bucket[3] = { key[0], key[1], 0 };
+  mkdirat(cache->directory, bucket, 0700);
+  const int file = openat(cache->directory, name, O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (file < 0) return SW_JIT_CACHE_NO_LOCKS;
+  if (flock(file, LOCK_EX | LOCK_NB)) {
+    const bool busy = errno == EWOULDBLOCK || errno == EINTR;
+    close(file);
+    return busy ? SW_JIT_CACHE_BUSY : SW_JIT_CACHE_NO_LOCKS;
+  }
+  // The one before us removes the file while it holds it: a lock on a removed file is none.
+  if (fstat(file, &held) || fstatat(cache->directory, name, &named, AT_SYMLINK_NOFOLLOW) ||
+      held.st_ino != named.st_ino || held.st_dev != named.st_dev) {
+    close(file);
+    return SW_JIT_CACHE_BUSY;
+  }
+  *lock = file;
+  return SW_JIT_CACHE_HELD;
+}
+
+void sw_jit_cache_unlock(struct sw_jit_cache *cache, const char *key, int lock)
+{
+  char name[NAME_BYTES];
+  if (lock < 0) return;
+  entry_name(key, "lock", name);
+  unlinkat(cache->directory, name, 0);
+  close(lock);
+}
+
+// ---- Notes -------------------------------------------------------------------------------------
+
+// A note's first line is the digest of the rest.
+static void digest_line(const char *text, size_t size, char *line)
+{
+  unsigned char bytes[SHA256_DIGEST_LENGTH];
+  digest(text, size, bytes);
+  for (int i = 0; i < SHA256_DIGEST_LENGTH; i++) snprintf(line + 2 * i, 3, "%02x", bytes[i]);
+  line[KEY_DIGITS] = '\n';
+}
+
+bool sw_jit_cache_read_note(struct sw_jit_cache *cache, const char *name, char *text, size_t size)
+{
+  char line[KEY_DIGITS + 1];
+  unsigned char *file = NULL;
+  size_t file_bytes = 0;
+  bool wrong = false;
+  const int root = root_of(cache);
+  if (root < 0 || !read_file(root, name, NOTE_BYTES, &file, &file_bytes, &wrong)) return false;
+
+  bool whole = file_bytes >= sizeof line && file_bytes - sizeof line < size;
+  if (whole) {
+    const size_t length = file_bytes - sizeof line;
+    digest_line((const char *)file + sizeof line, length, line);
+    whole = !memcmp(file, line, sizeof line);
+    memcpy(text, file + sizeof line, length);
+    text[length] = 0;
+  }
+  free(file);
+  return whole;
+}
+
+void sw_jit_cache_write_note(struct sw_jit_cache *cache, const char *name, const char *text)
+{
+  char line[KEY_DIGITS + 1];
+  digest_line(text, strlen(text), line);
+  write_file(cache, name, line, sizeof line, text, strlen(text));
+}
