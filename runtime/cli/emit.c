@@ -1,0 +1,76 @@
+// emit.c: the verb `emit`: the source of one kernel, as the compiler gets it.
+#include "given.h"
+#include "report.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+// Through a temporary name, so that FILE is never half a kernel.
+static enum cli_exit write_file(const char *path, const char *text)
+{
+  char *temporary = NULL;
+  if (asprintf(&temporary, "%s.%ld.tmp", path, (long)getpid()) < 0)
+    return cli_fail(CLI_FAILED, "out of memory");
+
+  FILE *file = fopen(temporary, "wb");
+  bool written = file && fputs(text, file) >= 0;
+  if (file && fclose(file)) written = false;
+  if (written && rename(temporary, path)) written = false;
+  const int reason = errno;
+  if (!written) unlink(temporary);
+  free(temporary);
+  return written ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
+}
+
+static enum cli_exit emit(const struct cli_args *args, const struct cli_given *given,
+                          enum swathe_direction direction)
+{
+  const char *output = args->value[CLI_OUTPUT];
+  char *source = NULL;
+  enum cli_exit code = CLI_OK;
+  const enum swathe_status status =
+      swathe_emit(given->context, &given->problem, direction, args->value[CLI_ISA],
+                  args->value[CLI_CONFIG], &source);
+  if (status) return cli_fail_library(status, "the %s kernel cannot be emitted", args->operand[0]);
+
+  if (output) code = write_file(output, source);
+  if (!code && args->value[CLI_JSON])
+    code = cli_report_json(json_pack("{s:s, s:s, s:o, s:s?, s:s?}", "verb", "emit", "kernel",
+                                     args->operand[0], "problem", cli_report_problem(&given->problem),
+                                     "output", output, "source", output ? NULL : source),
+                           CLI_OK);
+  else if (!code && !output)
+    fputs(source, stdout);
+  swathe_free(source);
+  return code;
+}
+
+static enum cli_exit run(const struct cli_args *args)
+{
+  struct cli_given given = { 0 };
+  enum swathe_direction direction;
+  enum cli_exit code = cli_args_direction(args->operand[0], &direction);
+  if (!code) code = cli_given_read(args, false, NULL, &given);
+  if (!code) code = emit(args, &given, direction);
+  cli_given_close(&given);
+  return code;
+}
+
+const struct cli_verb cli_verb_emit = {
+  .name = "emit",
+  .operands = "forward|backward",
+  .least_operands = 1,
+  .most_operands = 1,
+  .summary = "Print the source of one kernel, as the compiler gets it.",
+  .details = "The banner holds the command that makes the same source again.",
+  .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(CONFIG) |
+             CLI_BIT(OUTPUT),
+  .examples = { "the forward kernel of a preset", "swathe emit forward --model gpt-oss-20b",
+                "of any shape, for another instruction set, to a file",
+                "swathe emit backward --problem q_heads=8,kv_heads=2 --window 256 --isa avx2 "
+                "--output band.c",
+                NULL },
+  .run = run,
+};

@@ -1,0 +1,139 @@
+// report.c: aligned tables, numbers with units and JSON.  See report.h.
+#include "report.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct cli_text cli_report_bytes(int64_t bytes)
+{
+  static const char *const units[] = { "KiB", "MiB", "GiB", "TiB", "PiB", "EiB" };
+  struct cli_text text;
+  double value = (double)bytes / 1024;
+  int unit = 0;
+
+  if (bytes < 1024) {
+    snprintf(text.text, sizeof text.text, "%" PRId64, bytes);
+    return text;
+  }
+  for (; value >= 1024 && unit < 5; unit++) value /= 1024;
+  snprintf(text.text, sizeof text.text, "%" PRId64 " (%.1f %s)", bytes, value, units[unit]);
+  return text;
+}
+
+struct cli_text cli_report_time(double us)
+{
+  struct cli_text text;
+  if (us < 1e3) snprintf(text.text, sizeof text.text, "%.1f us", us);
+  else if (us < 1e6) snprintf(text.text, sizeof text.text, "%.2f ms", us / 1e3);
+  else snprintf(text.text, sizeof text.text, "%.2f s", us / 1e6);
+  return text;
+}
+
+// ---- Tables --------------------------------------------------------------------------------------
+
+// A cell that memory does not suffice for is shown as "?".
+void cli_report_cell(struct cli_table *table, const char *format, ...)
+{
+  if (table->count == table->capacity) {
+    const size_t capacity = table->capacity ? 2 * table->capacity : 64;
+    char **cells = realloc(table->cells, capacity * sizeof *cells);
+    if (!cells) return;
+    table->cells = cells;
+    table->capacity = capacity;
+  }
+  char *cell = NULL;
+  va_list args;
+  va_start(args, format);
+  if (vasprintf(&cell, format, args) < 0) cell = NULL;
+  va_end(args);
+  table->cells[table->count++] = cell;
+}
+
+static const char *cell_text(const struct cli_table *table, size_t index)
+{
+  return table->cells[index] ? table->cells[index] : "?";
+}
+
+// The last column is never padded, so that no line ends in blanks.
+void cli_report_table(struct cli_table *table)
+{
+  enum { MOST_COLUMNS = 16 };
+  const size_t columns = strlen(table->align);
+  int widths[MOST_COLUMNS] = { 0 };
+
+  for (size_t i = 0; i < table->count; i++) {
+    const int width = (int)strlen(cell_text(table, i));
+    int *widest = &widths[i % columns % MOST_COLUMNS];
+    if (width > *widest) *widest = width;
+  }
+  for (size_t i = 0; i < table->count; i++) {
+    const size_t column = i % columns;
+    const int width = widths[column % MOST_COLUMNS];
+    const bool last = column + 1 == columns;
+    if (column) fputs("  ", stdout);
+    if (table->align[column] == 'r') printf("%*s", width, cell_text(table, i));
+    else printf("%-*s", last ? 0 : width, cell_text(table, i));
+    if (last) putchar('\n');
+  }
+  cli_report_drop(table);
+}
+
+void cli_report_drop(struct cli_table *table)
+{
+  for (size_t i = 0; i < table->count; i++) free(table->cells[i]);
+  free(table->cells);
+  *table = (struct cli_table){ .align = table->align };
+}
+
+// ---- JSON ----------------------------------------------------------------------------------------
+
+const char *cli_report_problem_text(const struct swathe_problem *problem)
+{
+  static _Thread_local char text[1024];
+  swathe_problem_format(problem, text, sizeof text);
+  return text;
+}
+
+json_t *cli_report_real(double value)
+{
+  return isfinite(value) ? json_real(value) : json_null();
+}
+
+static json_t *window_json(int64_t window)
+{
+  return window == SWATHE_UNLIMITED ? json_string("unlimited") : json_integer(window);
+}
+
+json_t *cli_report_problem(const struct swathe_problem *p)
+{
+  return json_pack("{s:i, s:i, s:i, s:i, s:o, s:o, s:s, s:b, s:o, s:o, s:s, s:s, s:i, s:I, s:s}",
+                   "q_heads", p->q_heads, "kv_heads", p->kv_heads, "head_dim_qk", p->head_dim_qk,
+                   "head_dim_v", p->head_dim_v, "window_left", window_json(p->window_left),
+                   "window_right", window_json(p->window_right), "dtype", swathe_dtype_name(p->dtype),
+                   "sinks", p->sinks, "softcap", cli_report_real(p->softcap), "scale",
+                   cli_report_real(p->scale), "target", swathe_target_name(p->target), "layout",
+                   swathe_layout_name(p->layout), "ranks", p->ranks, "tokens_per_rank",
+                   (json_int_t)p->tokens_per_rank, "text", cli_report_problem_text(p));
+}
+
+static bool document_printed;
+
+enum cli_exit cli_report_json(json_t *document, enum cli_exit code)
+{
+  if (!document) return cli_fail(CLI_FAILED, "the result cannot be written as JSON");
+  const int failed = json_dumpf(document, stdout, JSON_INDENT(2) | JSON_REAL_PRECISION(9));
+  json_decref(document);
+  document_printed = true;
+  putchar('\n');
+  return failed ? cli_fail(CLI_FAILED, "stdout could not be written") : code;
+}
+
+void cli_report_json_failure(const char *verb, enum cli_exit code, const char *words)
+{
+  if (document_printed) return;
+  (void)cli_report_json(json_pack("{s:s, s:s, s:i}", "verb", verb, "error", words, "exit", (int)code),
+                        code);
+}

@@ -1,0 +1,41 @@
+// report.h: how verbs print: aligned tables, bytes with a human unit, one JSON document.
+#ifndef CLI_REPORT_H
+#define CLI_REPORT_H
+
+#include "args.h"
+
+#include <jansson.h>
+#include <stdio.h>
+
+// "260096 (254.0 KiB)", or the number alone below 1 KiB.
+struct cli_text { char text[64]; };
+struct cli_text cli_report_bytes(int64_t bytes);
+// "812 us", "1.2 ms", "3.4 s".
+struct cli_text cli_report_time(double us);
+
+// A table whose columns fit their cells.  `align` has a letter per column: l or r.  Cells are added in
+// reading order; printing frees them.
+struct cli_table {
+  const char *align;
+  char **cells;
+  size_t count, capacity;
+};
+void cli_report_cell(struct cli_table *table, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+void cli_report_table(struct cli_table *table);
+// Frees the cells without printing them.
+void cli_report_drop(struct cli_table *table);
+
+// A problem: its fields by name, windows as numbers or "unlimited".
+json_t *cli_report_problem(const struct swathe_problem *problem);
+// The same as canonical text, which lives until the thread's next call.
+const char *cli_report_problem_text(const struct swathe_problem *problem);
+// A number, or null where JSON has none (NaN, infinities).
+json_t *cli_report_real(double value);
+
+// Prints the document to stdout and lets go of it.  Returns `code`, or CLI_FAILED if it could not be made.
+enum cli_exit cli_report_json(json_t *document, enum cli_exit code);
+// The document of a failure, unless one was printed already: stdout holds exactly one.
+void cli_report_json_failure(const char *verb, enum cli_exit code, const char *words);
+
+#endif

@@ -1,0 +1,143 @@
+// tune.c: the verb `tune`: measures candidates on this machine and keeps the fastest.
+#include "given.h"
+#include "progress.h"
+#include "report.h"
+
+#include <inttypes.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
+                                               [SWATHE_BACKWARD] = "backward" };
+
+// Set by the signal handler, read by the library between candidates.
+static volatile int stop;
+
+static void on_signal(int signal_number)
+{
+  (void)signal_number;
+  stop = 1;
+}
+
+// A second signal ends the process at once.
+static void catch_signals(void)
+{
+  struct sigaction action = { .sa_handler = on_signal, .sa_flags = (int)SA_RESETHAND };
+  sigemptyset(&action.sa_mask);
+  sigaction(SIGINT, &action, NULL);
+  sigaction(SIGTERM, &action, NULL);
+}
+
+// Where the picks are kept.  The library has no call that says it, so this follows its documented order.
+static const char *database_words(const struct cli_args *args, char *text, size_t size)
+{
+  const char *variable = getenv("SWATHE_DB");
+  if (args->value[CLI_DATABASE]) return args->value[CLI_DATABASE];
+  if (variable && *variable) return variable;
+  if (args->value[CLI_CACHE]) snprintf(text, size, "%s/tuning.db", args->value[CLI_CACHE]);
+  else snprintf(text, size, "tuning.db in the cache directory; 'swathe doctor' shows its path");
+  return text;
+}
+
+static json_t *tuned_json(enum swathe_direction direction, const struct swathe_tuned *tuned)
+{
+  return json_pack("{s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:b}", "kernel",
+                   direction_names[direction], "config", tuned->config, "best_us",
+                   cli_report_real(tuned->best_us), "default_us", cli_report_real(tuned->default_us),
+                   "ratio", cli_report_real(tuned->ratio), "tried", (json_int_t)tuned->tried,
+                   "rejected", (json_int_t)tuned->rejected, "failed", (json_int_t)tuned->failed,
+                   "reused", tuned->reused);
+}
+
+static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned)
+{
+  printf("%s\n", direction_names[direction]);
+  if (!*tuned->config) {
+    printf("  nothing was measured to the end\n");
+    return;
+  }
+  printf("  config    %s\n", tuned->config);
+  if (tuned->best_us > 0)
+    printf("  time      %s, the default %s: %.3f of it\n", cli_report_time(tuned->best_us).text,
+           cli_report_time(tuned->default_us).text, tuned->ratio);
+  if (tuned->reused) printf("  measured  before: the database had it; --again measures anew\n");
+  else
+    printf("  measured  %" PRId64 " candidates, %" PRId64 " rejected (wrong result), %" PRId64
+           " failed\n", tuned->tried, tuned->rejected, tuned->failed);
+}
+
+static enum cli_exit tune(const struct cli_args *args, const struct cli_given *given)
+{
+  struct cli_progress progress;
+  struct swathe_tuned tuned[2] = { 0 };
+  struct swathe_tune_options options = {
+    .budget_s = 60,
+    .forward = args->value[CLI_FORWARD],
+    .backward = args->value[CLI_BACKWARD],
+    .exhaustive = args->value[CLI_EXHAUSTIVE],
+    .again = args->value[CLI_AGAIN],
+    .progress = cli_progress_show,
+    .arg = &progress,
+    .stop = &stop,
+  };
+  enum cli_exit code = cli_args_real(args, CLI_BUDGET, &options.budget_s);
+  if (!code && !(options.budget_s > 0))
+    code = cli_fail(CLI_BAD_USE, "--budget %s: more than 0 seconds", args->value[CLI_BUDGET]);
+  if (code) return code;
+
+  char text[4200];
+  const char *database = database_words(args, text, sizeof text);
+  catch_signals();
+  cli_progress_begin(&progress, stderr);
+  const enum swathe_status status = swathe_tune(given->context, &given->problem, &options, tuned);
+  cli_progress_end(&progress);
+  if (status == SWATHE_INTERRUPTED)
+    code = cli_fail(CLI_FAILED, "interrupted; what was measured is kept");
+  else if (status)
+    return cli_fail_library(status, "this problem cannot be tuned");
+
+  json_t *kernels = json_array();
+  for (int i = 0; i < 2; i++) {
+    const bool wanted = (i == SWATHE_FORWARD ? options.forward : options.backward) ||
+                        (!options.forward && !options.backward);
+    if (!wanted) continue;
+    if (args->value[CLI_JSON])
+      json_array_append_new(kernels, tuned_json((enum swathe_direction)i, &tuned[i]));
+    else
+      print_tuned((enum swathe_direction)i, &tuned[i]);
+  }
+  if (args->value[CLI_JSON])
+    return cli_report_json(json_pack("{s:s, s:o, s:o, s:s, s:b}", "verb", "tune", "problem",
+                                     cli_report_problem(&given->problem), "kernels", kernels,
+                                     "database", database, "interrupted",
+                                     status == SWATHE_INTERRUPTED),
+                           code);
+  json_decref(kernels);
+  printf("database    %s\n", database);
+  return code;
+}
+
+static enum cli_exit run(const struct cli_args *args)
+{
+  struct cli_given given = { 0 };
+  enum cli_exit code = cli_given_read(args, false, NULL, &given);
+  if (!code) code = tune(args, &given);
+  cli_given_close(&given);
+  return code;
+}
+
+const struct cli_verb cli_verb_tune = {
+  .name = "tune",
+  .operands = "",
+  .summary = "Measure one problem's kernels on this machine and keep the fastest.",
+  .details = "Every candidate must match the reference before it may win.  An interrupted call keeps what "
+             "it measured and the next one goes on from there.",
+  .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(BUDGET) |
+             CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(FORWARD) | CLI_BIT(BACKWARD),
+  .examples = { "one rank's share of a preset, for a minute",
+                "swathe tune --model gpt-oss-20b --tokens 32768 --ranks 8",
+                "everything there is, into a database to pass around",
+                "swathe tune --model gemma-3-1b --exhaustive --budget 3600 --database cluster.db", NULL },
+  .run = run,
+};
