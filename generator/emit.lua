@@ -187,7 +187,8 @@ function emit.source(request, text)
   local folder = "templates/" .. found.target_name .. "/"
   local sources = { "templates/kernel_abi.h", folder .. "prelude.c", folder .. request.kernel .. ".c" }
   local lines, origins = {}, {}
-  append(lines, origins, "templates/head.c", head_names(request, found, c, config, sources, list))
+  append(lines, origins, folder .. "head.c",
+         head_names(request, found, c, config, sources, list))
   paste(lines, origins, sources[1])
   append(lines, origins, sources[2], names)
   append(lines, origins, sources[3], names)

@@ -17,13 +17,12 @@ local tools = {
 
 -- A splice's value as text.  Floats are refused: their form depends on the locale.
 local function spliced(value)
-  local kind = math.type(value)
-  if kind == "float" then value = math.tointeger(value) or error(("$(...) gives the float %g; splice "
-    .. "whole numbers or text"):format(value), 3) end
-  if not kind and type(value) ~= "string" then
-    error(("$(...) gives a %s; splice whole numbers or text"):format(type(value)), 3)
+  local text = type(value) == "string" and value or math.tointeger(value)
+  if not text then
+    local kind = math.type(value) or type(value)
+    error(("$(...) gives a %s; splice whole numbers or text"):format(kind), 2)
   end
-  return tostring(value)
+  return tostring(text)
 end
 
 -- One line of text as one line of Lua: put(12, "text" .. splice(expr) .. "text")

@@ -20,7 +20,7 @@ enum {
   MEMORY_BYTES = 64 << 20,
   FILE_BYTES = 1 << 20,        // of one file of a generator directory
   STEP = 1 << 20,              // Lua instructions between two looks at the count
-  STEPS_PER_CALL = 512,        // some seconds
+  STEPS_PER_CALL = 256,        // a second or some
 };
 
 // Every generator/*.lua and everything in templates/, as scripts/embed.cmake lays them out; ends with zeros.
@@ -63,11 +63,14 @@ static struct sw_gen *gen_of(lua_State *lua)
   return gen;
 }
 
+// Level 0 is the Lua function that was interrupted; luaL_error would name its caller.
 static void count_steps(lua_State *lua, lua_Debug *record)
 {
-  (void)record;
-  if (++gen_of(lua)->steps > STEPS_PER_CALL)
-    luaL_error(lua, "the generator ran for more than %d million instructions", STEPS_PER_CALL);
+  if (++gen_of(lua)->steps <= STEPS_PER_CALL) return;
+  lua_getinfo(lua, "Sl", record);
+  lua_pushfstring(lua, "%s:%d: the generator ran for more than %d million instructions",
+                  record->short_src, record->currentline, STEPS_PER_CALL);
+  lua_error(lua);
 }
 
 // A plain relative path of letters, digits, '_', '.' and '/'.
