@@ -6,8 +6,8 @@
 //   sequence_compare, sequence_free
 //
 // Knows the public header only.  Everything outside the contract (padding, rows no span covers,
-// guard rows around each tensor, gaps between heads) is poisoned with NaN, so that reading it spoils
-// a result and writing it is seen.  Running out of memory ends the test.
+// guard rows around each tensor, gaps between heads) is poisoned with NaN: reading it spoils a
+// result, writing it is seen.  Running out of memory ends the test.
 #ifndef SEQUENCE_H
 #define SEQUENCE_H
 
@@ -59,8 +59,8 @@ struct sequence_error sequence_measure(const struct sequence *sequence, enum seq
 // The largest `worst` that passes, by kind of array.
 struct sequence_tolerance { double out, lse, gradient; };
 
-// Compares out and lse, and with `backward` also dq, dk, dv and dsink.  False: `words` names the worst
-// place of the first array that is off.
+// Compares out and lse, and with `backward` also dq, dk, dv and dsink.  False: `words` names the
+// worst place of the first array that is off.
 bool sequence_compare(const struct sequence *sequence, bool backward,
                       struct sequence_tolerance tolerance, char *words, size_t size);
 
@@ -91,8 +91,8 @@ void share_free(struct share *share);
 void share_poison(const struct sequence *sequence, struct share *share);
 
 // True if the inputs and everything outside the contract are as they were, and output rows that no
-// span covers hold 0 (lse: -inf).  Without `backward`, backward's outputs must be untouched.  False:
-// `words` says where.
+// span covers hold 0 (lse: -inf).  Without `backward`, backward's outputs must be untouched.
+// False: `words` says where.
 bool share_check(const struct sequence *sequence, const struct share *share, bool backward,
                  char *words, size_t size);
 
