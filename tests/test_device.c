@@ -18,10 +18,6 @@
 
 #include "device.h"
 
-// The thread sanitizer forbids threads after a fork unless told otherwise; one test is about just that.
-const char *__tsan_default_options(void);
-const char *__tsan_default_options(void) { return "die_after_fork=0"; }
-
 enum { MOST_ITEMS = 1000, MOST_THREADS = 8 };
 
 // What a launch saw, from every thread.
@@ -247,7 +243,10 @@ static int use_in_child(struct sw_device *inherited)
   if (sw_device_cpu_create(3, &own)) return 1;
   devices[1] = own;
   for (int d = 0; d < 2; d++)
-    for (int i = 0; i < 50; i++) run(devices[d], 40, 1, 64, i & 1, i == 0 ? 1000 * 1000 : 0);
+    for (int i = 0; i < 50; i++) {
+      run(devices[d], 40, 1, 64, i & 1, i == 0 ? 1000 * 1000 : 0);
+      if (i == 0 && record.threads < 2) return 2;  // the calling thread alone would be slow
+    }
   sw_device_destroy(own);
   sw_device_destroy(inherited);
   return 0;
@@ -259,7 +258,9 @@ static void fork_does_not_hang(void **state)
   int status;
   (void)state;
   assert_int_equal(sw_device_cpu_create(3, &device), SWATHE_OK);
+#ifndef __SANITIZE_THREAD__  // which cannot follow a fork of a process with threads
   run(device, 40, 1, 64, false, 1000 * 1000);
+#endif
   const pid_t child = fork();
   assert_true(child >= 0);
   if (child == 0) {
@@ -320,7 +321,7 @@ static void processors_are_those_allowed(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(fork_does_not_hang),
+    cmocka_unit_test(fork_does_not_hang),  // first: no thread has been made yet
     cmocka_unit_test(every_item_runs_once),
     cmocka_unit_test(many_launches_in_a_row),
     cmocka_unit_test(slow_ranges_are_shared),
