@@ -1,8 +1,8 @@
--- emit.lua: the one entry from C.  Kernel, problem, isa and config  ->  source text, compiler flags and where
--- each line came from; and the questions about the space that C asks before that.
+-- emit.lua: the one entry from C.  Kernel, problem, isa and config  ->  source text, compiler
+-- flags and where each line came from; and the questions about the space that C asks before that.
 --
--- A request is { kernel =, isa =, problem = {...} }.  A question that the caller got wrong answers nil, the
--- reason and a status; whatever is wrong with the generator itself is raised.
+-- A request is { kernel =, isa =, problem = {...} }.  A question that the caller got wrong
+-- answers nil, the reason and a status; whatever is wrong with the generator itself is raised.
 
 local facts = require "facts"
 local models = require "models"
@@ -43,12 +43,15 @@ local function look_up(request)
     if is_fixed[fact.name] then known[fact.name] = fact.value(request.problem) end
   end
   for _, name in ipairs(declared.fixed) do
-    if known[name] == nil then error("spaces.lua fixes '" .. name .. "', which facts.lua lacks", 0) end
+    if known[name] == nil then
+      error("spaces.lua fixes '" .. name .. "', which facts.lua lacks", 0)
+    end
   end
   for name, value in pairs(isa) do
     if name ~= "flags" then known[name] = value end
   end
-  return { declared = declared, target = target, target_name = target_name, isa = isa, known = known }
+  return { declared = declared, target = target, target_name = target_name, isa = isa,
+           known = known }
 end
 
 -- ---- The space ---------------------------------------------------------------------------------
@@ -92,7 +95,9 @@ end
 -- The constants of a kernel, in the order they are emitted: { name =, value =, note = }.
 local function constants(found, c)
   local list = {}
-  local function add(name, note) list[#list + 1] = { name = name:upper(), value = c[name], note = note } end
+  local function add(name, note)
+    list[#list + 1] = { name = name:upper(), value = c[name], note = note }
+  end
 
   for _, fact in ipairs(facts.problem) do
     if found.known[fact.name] ~= nil then add(fact.name, "problem, " .. fact.note) end
@@ -145,8 +150,12 @@ end
 -- What the head of a source says besides its constants.
 local function head_names(request, found, c, config, sources, list)
   return {
-    KERNEL = request.kernel, SUMMARY = found.declared.summary, SOURCES = table.concat(sources, ", "),
-    COMMAND = command(request, found, c, config), COSTS = costs(found, c), CONSTANTS = align(list),
+    KERNEL = request.kernel,
+    SUMMARY = found.declared.summary,
+    SOURCES = table.concat(sources, ", "),
+    COMMAND = command(request, found, c, config),
+    COSTS = costs(found, c),
+    CONSTANTS = align(list),
   }
 end
 
@@ -185,10 +194,10 @@ function emit.source(request, text)
   for _, constant in ipairs(list) do names[constant.name] = constant.value end
 
   local folder = "templates/" .. found.target_name .. "/"
-  local sources = { "templates/kernel_abi.h", folder .. "prelude.c", folder .. request.kernel .. ".c" }
+  local sources = { "templates/kernel_abi.h", folder .. "prelude.c",
+                    folder .. request.kernel .. ".c" }
   local lines, origins = {}, {}
-  append(lines, origins, folder .. "head.c",
-         head_names(request, found, c, config, sources, list))
+  append(lines, origins, folder .. "head.c", head_names(request, found, c, config, sources, list))
   paste(lines, origins, sources[1])
   append(lines, origins, sources[2], names)
   append(lines, origins, sources[3], names)

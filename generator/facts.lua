@@ -1,8 +1,9 @@
--- facts.lua: what a kernel can depend on: facts of the problem and of the isa.  Data only; requires nothing.
+-- facts.lua: what a kernel can depend on: facts of the problem and of the isa.  Data only;
+-- requires nothing.
 --
--- Rules and derived sizes read these in lower case (c.gqa), kernels as constants in upper case (GQA).
--- What is not here (ranks, layout, tokens, the scale, how many heads there are in all) reaches a kernel
--- as an argument or not at all, so it cannot change a kernel's text.
+-- Rules and derived sizes read these in lower case (c.gqa), kernels as constants in upper case
+-- (GQA). What is not here (ranks, layout, tokens, the scale, how many heads there are in all)
+-- reaches a kernel as an argument or not at all, so it cannot change a kernel's text.
 
 local unlimited = math.maxinteger
 
@@ -11,7 +12,9 @@ local function flag(condition) return condition and 1 or 0 end
 
 -- A window as a kernel sees it, 0 where there is no limit; and as a problem's text says it.
 local function tokens(window) return window == unlimited and 0 or window end
-local function window_text(is_limited, window) return is_limited == 1 and ("%d"):format(window) or "unlimited" end
+local function window_text(name, is_limited, window)
+  return name .. "=" .. (is_limited == 1 and ("%d"):format(window) or "unlimited")
+end
 
 return {
   problem = {
@@ -29,12 +32,12 @@ return {
       value = function(p) return limited(p.window_left) end },
     { name = "window_left", note = "keys seen before the query's own",
       value = function(p) return tokens(p.window_left) end,
-      text = function(c) return "window_left=" .. window_text(c.left_limited, c.window_left) end },
+      text = function(c) return window_text("window_left", c.left_limited, c.window_left) end },
     { name = "right_limited", note = "whether WINDOW_RIGHT bounds the keys after a query",
       value = function(p) return limited(p.window_right) end },
     { name = "window_right", note = "keys seen after the query's own",
       value = function(p) return tokens(p.window_right) end,
-      text = function(c) return "window_right=" .. window_text(c.right_limited, c.window_right) end },
+      text = function(c) return window_text("window_right", c.right_limited, c.window_right) end },
     { name = "bf16", note = "elements are bfloat16, not float",
       value = function(p) return flag(p.dtype == "bf16") end,
       text = function(c) return c.bf16 == 1 and "dtype=bf16" or "dtype=f32" end },

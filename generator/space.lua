@@ -1,10 +1,10 @@
 -- space.lua: a declared space and what is known  ->  its configs, lazily, always in the same order.
 --
--- Knobs are bound one by one in declared order.  A derived size or rule is evaluated as soon as every
--- knob it reads is bound, so that a whole subtree falls with the first rule that refuses it.  What a
--- function reads is found out by letting it run: reading an unbound knob stops it, and from then on it
--- waits for that knob.  Checking one given config takes the same steps along one path; there is no
--- second predicate.
+-- Knobs are bound one by one in declared order.  A derived size or rule is evaluated as soon as
+-- every knob it reads is bound, so that a whole subtree falls with the first rule that refuses
+-- it.  What a function reads is found out by letting it run: reading an unbound knob stops it,
+-- and from then on it waits for that knob.  Checking one given config takes the same steps along
+-- one path; there is no second predicate.
 
 local space = {}
 
@@ -17,7 +17,8 @@ local function waits_for(walk, name)
   error(WAIT, 0)
 end
 
--- What rules and derived sizes see: known facts, bound knobs and sizes as fields; anything else is an error.
+-- What rules and derived sizes see: known facts, bound knobs and sizes as fields; anything else
+-- is an error.
 local function visible_names(walk, known)
   return setmetatable({}, {
     __index = function(_, name)
@@ -29,7 +30,8 @@ local function visible_names(walk, known)
   })
 end
 
--- A walk at its root: no knob bound.  walk.at[depth] lists what is evaluated once `depth` knobs are bound.
+-- A walk at its root: no knob bound.  walk.at[depth] lists what is evaluated once `depth` knobs
+-- are bound.
 local function begin(declared, known, exhaustive)
   local walk = { declared = declared, depth_of = {}, at = {}, below = {}, refused = {} }
   local knobs = declared.tune
@@ -119,9 +121,9 @@ end
 
 -- Returns next() and refused().
 --   next()     the next valid config as text, nil after the last
---   refused()  list of { rule =, points = } in declared order: raw points each rule turned away so far
--- Points of a subtree that falls count for the rule that felled it, so that at the end valid configs and
--- refused points add up to the whole space.
+--   refused()  list of { rule =, points = } in declared order: raw points turned away so far
+-- Points of a subtree that falls count for the rule that felled it, so that at the end valid
+-- configs and refused points add up to the whole space.
 function space.walk(declared, known, exhaustive)
   local walk = begin(declared, known, exhaustive)
   local knobs = declared.tune
@@ -214,7 +216,8 @@ function space.check(declared, known, text)
   end
   for _, name in ipairs(given) do
     if not is_knob[name] then
-      return nil, ("there is no knob %s; there are %s"):format(quoted(name), table.concat(names, ", "))
+      return nil, ("there is no knob %s; there are %s"):format(
+        quoted(name), table.concat(names, ", "))
     end
   end
   for _, name in ipairs(names) do
@@ -226,13 +229,15 @@ function space.check(declared, known, text)
   return format_config(walk), walk.c
 end
 
--- The space's rule-of-thumb config, through the same predicate.  Raises if it is not valid: that would be
--- a mistake in the declaration.
+-- The space's rule-of-thumb config, through the same predicate.  Raises if it is not valid: that
+-- would be a mistake in the declaration.
 function space.default(declared, known)
   local c = setmetatable({}, {
     __index = function(_, name)
       local value = known[name]
-      if value == nil then error("the default reads '" .. tostring(name) .. "', which is not known", 2) end
+      if value == nil then
+        error("the default reads '" .. tostring(name) .. "', which is not known", 2)
+      end
       return value
     end,
   })
@@ -240,7 +245,9 @@ function space.default(declared, known)
   for _ in pairs(values) do left = left + 1 end
   for i, knob in ipairs(declared.tune) do
     local value = math.tointeger(values[knob[1]])
-    if not value then error("the default config gives no whole number for '" .. knob[1] .. "'", 0) end
+    if not value then
+      error("the default config gives no whole number for '" .. knob[1] .. "'", 0)
+    end
     parts[i] = ("%s=%d"):format(knob[1], value)
     left = left - 1
   end

@@ -1,13 +1,15 @@
--- template.lua: C text with "//@ lua" lines and $(expr) splices  ->  finished text and where each line came from.
+-- template.lua: C text with "//@ lua" lines and $(expr) splices  ->  finished text and where each
+-- line came from.
 --
--- Each template line becomes exactly one line of a Lua chunk that carries the template's own name, so a
--- Lua error is already at the template's file:line.  The chunk passes its line number along with each
--- text line, which gives the origins.  Knows nothing of kernels; emit.lua says which names there are.
+-- Each template line becomes exactly one line of a Lua chunk that carries the template's own
+-- name, so a Lua error is already at the template's file:line.  The chunk passes its line number
+-- along with each text line, which gives the origins.  Knows nothing of kernels; emit.lua says
+-- which names there are.
 
 local template = {}
 
--- What a template may use besides the names it is given: no input or output, no loading, no clock, no
--- chance, and nothing whose order or form differs from machine to machine.
+-- What a template may use besides the names it is given: no input or output, no loading, no
+-- clock, no chance, and nothing whose order or form differs from machine to machine.
 local tools = {
   ipairs = ipairs, tonumber = tonumber, tostring = tostring, type = type, select = select,
   error = error, assert = assert,
@@ -60,7 +62,9 @@ function template.render(source, name, names)
     __index = function(_, key)
       local value = names[key]
       if value == nil then value = tools[key] end
-      if value == nil then error("the template names '" .. key .. "', which nothing declares", 2) end
+      if value == nil then
+        error("the template names '" .. key .. "', which nothing declares", 2)
+      end
       return value
     end,
     __newindex = function(_, key)

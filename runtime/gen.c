@@ -1,9 +1,9 @@
-// gen.c: the generator as C sees it: one Lua state in a box.  It turns problems into tables, calls the entry
-// points of generator/emit.lua and turns what comes back into text and statuses.
+// gen.c: the generator as C sees it: one Lua state in a box.  It turns problems into tables,
+// calls the entry points of generator/emit.lua and turns what comes back into text and statuses.
 //
-// The box: text chunks only, no io, os, package or debug; memory is capped and so is the number of
-// instructions one call may take.  Everything that touches Lua runs in protected mode, because any push
-// may run out of memory.
+// The box: text chunks only, no io, os, package or debug; memory is capped and so is the number
+// of instructions one call may take.  Everything that touches Lua runs in protected mode, because
+// any push may run out of memory.
 #include "gen.h"
 
 #include <assert.h>
@@ -23,7 +23,8 @@ enum {
   STEPS_PER_CALL = 256,        // a second or some
 };
 
-// Every generator/*.lua and everything in templates/, as scripts/embed.cmake lays them out; ends with zeros.
+// Every generator/*.lua and everything in templates/, as scripts/embed.cmake lays them out; ends
+// with zeros.
 struct sw_embedded { const char *name; const char *text; size_t size; };
 extern const struct sw_embedded sw_generator_texts[];
 
@@ -135,7 +136,8 @@ static int load_text(lua_State *lua)
   return 1;
 }
 
-// require(name): what generator/<name>.lua returns; run once.  Upvalue 1: what was returned, by name.
+// require(name): what generator/<name>.lua returns; run once.  Upvalue 1: what was returned, by
+// name.
 static int require_module(lua_State *lua)
 {
   const char *name = luaL_checkstring(lua, 1);
@@ -212,7 +214,8 @@ struct sw_gen_walk {
   int next, refused;                      // registry references of the functions space.walk returns
 };
 
-// Runs `body` with the question in protected mode; it returns one integer, a status whose words are set.
+// Runs `body` with the question in protected mode; it returns one integer, a status whose words
+// are set.
 static enum swathe_status ask(struct question *question, lua_CFunction body)
 {
   struct sw_gen *gen = question->gen;
@@ -460,7 +463,8 @@ static void read_model(lua_State *lua, struct swathe_model *model)
   problem->scale = number_field(lua, "scale");
   lua_getfield(lua, 3, "sinks");
   problem->sinks = lua_toboolean(lua, -1);
-  if (swathe_dtype_parse(text_field(lua, "dtype"), &problem->dtype) || swathe_problem_check(problem))
+  if (swathe_dtype_parse(text_field(lua, "dtype"), &problem->dtype) ||
+      swathe_problem_check(problem))
     luaL_error(lua, "models.lua: %s: %s", model->name, swathe_error());
 }
 
@@ -530,8 +534,8 @@ enum swathe_status sw_gen_models(struct sw_gen *gen, swathe_model_visit *visit, 
   return ask(&question, ask_models);
 }
 
-enum swathe_status sw_gen_isas(struct sw_gen *gen, enum swathe_target target, sw_gen_isa_visit *visit,
-                               void *arg)
+enum swathe_status sw_gen_isas(struct sw_gen *gen, enum swathe_target target,
+                               sw_gen_isa_visit *visit, void *arg)
 {
   struct question question = { .gen = gen, .entry = "isas", .text = swathe_target_name(target),
                                .visit_isa = visit, .arg = arg };
@@ -545,17 +549,21 @@ static enum swathe_status ask_about(struct question *question, lua_CFunction bod
   assert(request->problem && request->kernel && request->isa);
   enum swathe_status status = swathe_problem_check(request->problem);
   if (!status) status = ask(question, body);
-  return status ? sw_within(status, "in kernel %s for %s", request->kernel, request->isa) : SWATHE_OK;
+  return status ? sw_within(status, "in kernel %s for %s", request->kernel, request->isa)
+                : SWATHE_OK;
 }
 
-enum swathe_status sw_gen_default(struct sw_gen *gen, const struct sw_gen_request *request, char *config)
+enum swathe_status sw_gen_default(struct sw_gen *gen, const struct sw_gen_request *request,
+                                  char *config)
 {
-  struct question question = { .gen = gen, .entry = "default", .request = request, .config = config };
+  struct question question = {
+    .gen = gen, .entry = "default", .request = request, .config = config
+  };
   return ask_about(&question, ask_config);
 }
 
-enum swathe_status sw_gen_check(struct sw_gen *gen, const struct sw_gen_request *request, const char *text,
-                                char *config)
+enum swathe_status sw_gen_check(struct sw_gen *gen, const struct sw_gen_request *request,
+                                const char *text, char *config)
 {
   struct question question = { .gen = gen, .entry = "check", .request = request, .text = text,
                                .config = config };
@@ -564,8 +572,8 @@ enum swathe_status sw_gen_check(struct sw_gen *gen, const struct sw_gen_request 
   return ask_about(&question, ask_config);
 }
 
-enum swathe_status sw_gen_emit(struct sw_gen *gen, const struct sw_gen_request *request, const char *config,
-                               struct sw_gen_source *source)
+enum swathe_status sw_gen_emit(struct sw_gen *gen, const struct sw_gen_request *request,
+                               const char *config, struct sw_gen_source *source)
 {
   struct sw_gen_source made = { 0 };
   struct question question = { .gen = gen, .entry = "source", .request = request, .text = config,
@@ -639,11 +647,14 @@ static const char *origin_of(const struct sw_gen_source *source, unsigned long l
   return *length ? origin : NULL;
 }
 
-// In one line of a log, finds "NAME.c:LINE:" or "NAME.cu(LINE)": `begin` and `end` of what an origin replaces.
-static bool find_place(const char *text, size_t length, size_t *begin, size_t *end, unsigned long *line)
+// In one line of a log, finds "NAME.c:LINE:" or "NAME.cu(LINE)": `begin` and `end` of what an
+// origin replaces.
+static bool find_place(const char *text, size_t length, size_t *begin, size_t *end,
+                       unsigned long *line)
 {
   for (size_t i = 2; i + 2 < length; i++) {
-    const bool named = !strncmp(text + i - 2, ".c", 2) || (i > 2 && !strncmp(text + i - 3, ".cu", 3));
+    const bool named =
+        !strncmp(text + i - 2, ".c", 2) || (i > 2 && !strncmp(text + i - 3, ".cu", 3));
     if (!named || !strchr(":(", text[i])) continue;
     const size_t digits = strspn(text + i + 1, "0123456789");
     if (digits == 0 || digits > 9 || i + 1 + digits >= length) continue;
@@ -657,12 +668,14 @@ static bool find_place(const char *text, size_t length, size_t *begin, size_t *e
   return false;
 }
 
-static void write_mapped(FILE *out, const struct sw_gen_source *source, const char *text, size_t length)
+static void write_mapped(FILE *out, const struct sw_gen_source *source, const char *text,
+                         size_t length)
 {
   size_t begin = 0, end = 0, origin_length = 0;
   unsigned long line = 0;
   const char *origin = NULL;
-  if (find_place(text, length, &begin, &end, &line)) origin = origin_of(source, line, &origin_length);
+  if (find_place(text, length, &begin, &end, &line))
+    origin = origin_of(source, line, &origin_length);
   if (origin) {
     fwrite(text, 1, begin, out);
     fwrite(origin, 1, origin_length, out);

@@ -1,6 +1,7 @@
-// test_generator.c: the generator room: the template language, the spaces, what is emitted, and the box that
-// the Lua state lives in.  Wrong and countable cases come from tests/fixtures/generator, laid over a copy of
-// the real generator; the rest asks the built-in one.
+// test_generator.c: the generator room: the template language, the spaces, what is emitted, and
+// the box that the Lua state lives in.  Wrong and countable cases come from
+// tests/fixtures/generator, laid over a copy of the real generator; the rest asks the built-in
+// one.
 #include <locale.h>
 #include <math.h>
 #include <setjmp.h>
@@ -45,7 +46,8 @@ static int open_generators(void **state)
   const char *tmp = getenv("TMPDIR");
   snprintf(fixtures, sizeof fixtures, "%s/swathe_generator_XXXXXX", tmp ? tmp : "/tmp");
   if (!mkdtemp(fixtures)) return -1;
-  shell("cp -r '%s/generator' '%s/templates' '%s'", source_directory(), source_directory(), fixtures);
+  shell("cp -r '%s/generator' '%s/templates' '%s'", source_directory(), source_directory(),
+        fixtures);
   shell("cp -r '%s/tests/fixtures/generator/.' '%s'", source_directory(), fixtures);
   if (sw_gen_open(fixtures, &fixture_gen) || sw_gen_open(NULL, &real_gen)) {
     print_error("%s\n", swathe_error());
@@ -97,8 +99,10 @@ static struct sw_gen_source emit(struct sw_gen *gen, const struct sw_gen_request
 static void mistakes_name_file_and_line(void **state)
 {
   (void)state;
-  static const struct { const char *kernel, *words; } cases[] = {
-    { "unknown_name", "templates/cpu/unknown_name.c:3: the template names 'TILE_M', which nothing" },
+  static const struct { const char *kernel, *words;
+  } cases[] = {
+    { "unknown_name",
+      "templates/cpu/unknown_name.c:3: the template names 'TILE_M', which nothing" },
     { "lua_error", "templates/cpu/lua_error.c:4: attempt to index a nil value" },
     { "syntax", "templates/cpu/syntax.c:3: 'then' expected" },
     { "splice_lines", "templates/cpu/splice_lines.c:2: a splice may not span lines" },
@@ -118,7 +122,9 @@ static void mistakes_name_file_and_line(void **state)
     const struct sw_gen_request request = request_for(cases[i].kernel, "avx2", "", &problem);
     const enum swathe_status status = sw_gen_emit(fixture_gen, &request, "knob=1", &source);
     if (strcmp(cases[i].kernel, "bad_default")) assert_int_equal(status, SWATHE_EMIT);
-    else assert_int_equal(sw_gen_default(fixture_gen, &request, (char[SW_CONFIG_TEXT]){ 0 }), SWATHE_EMIT);
+    else
+      assert_int_equal(sw_gen_default(fixture_gen, &request, (char[SW_CONFIG_TEXT]){ 0 }),
+                       SWATHE_EMIT);
     expect_words(cases[i].kernel, cases[i].words);
     expect_words(cases[i].kernel, cases[i].kernel);
   }
@@ -149,9 +155,11 @@ static void box_holds(void **state)
 static void templates_know_no_world(void **state)
 {
   (void)state;
-  static const char *const names[] = { "io", "os", "package", "debug", "load", "load_text", "read_text",
-                                       "require", "dofile", "pcall", "pairs", "next", "setmetatable",
-                                       "getmetatable", "rawset", "_G", "_ENV._G", "collectgarbage" };
+  static const char *const names[] = {
+    "io",           "os",           "package", "debug", "load",    "load_text",
+    "read_text",    "require",      "dofile",  "pcall", "pairs",   "next",
+    "setmetatable", "getmetatable", "rawset",  "_G",    "_ENV._G", "collectgarbage"
+  };
   for (size_t i = 0; i < COUNT(names); i++) {
     struct swathe_problem problem;
     struct sw_gen_source source;
@@ -197,7 +205,8 @@ static void emitted_text_is_as_written_down(void **state)
   const struct sw_gen_request request =
       request_for("band", "avx2", "q_heads=8,kv_heads=2,window_left=10", &problem);
   struct sw_gen_source source = emit(fixture_gen, &request, "pack=4,tile_k=16");
-  const char *head_end = strstr(source.text, "// kernel_abi.h"), *body = strstr(source.text, "// prelude");
+  const char *head_end = strstr(source.text, "// kernel_abi.h"),
+             *body = strstr(source.text, "// prelude");
   assert_non_null(head_end);
   assert_non_null(body);
   const size_t head_bytes = (size_t)(head_end - source.text);
@@ -224,14 +233,17 @@ static void logs_speak_of_template_lines(void **state)
   struct swathe_problem problem;
   const struct sw_gen_request request = request_for("c_mistake", "avx2", "", &problem);
   struct sw_gen_source source = emit(fixture_gen, &request, "knob=1");
-  const unsigned mistake = line_of(source.text, "int broken"), third = line_of(source.text, "int before_3");
+  const unsigned mistake = line_of(source.text, "int broken"),
+                 third = line_of(source.text, "int before_3");
 
-  static const struct { const char *log, *mapped; } cases[] = {
+  static const struct { const char *log, *mapped;
+  } cases[] = {
     { "/a b/x.c:%u:19: error: expected\n", "/a templates/cpu/c_mistake.c:4:19: error: expected\n" },
     { "x.c:%u: warning: w", "templates/cpu/c_mistake.c:4: warning: w" },
     { "forward.cu(%u): error: identifier", "templates/cpu/c_mistake.c:4: error: identifier" },
     { "/tmp/x.c: In function 'f':\n", "/tmp/x.c: In function 'f':\n" },
-    { "cc1: all warnings being treated as errors\n", "cc1: all warnings being treated as errors\n" },
+    { "cc1: all warnings being treated as errors\n",
+      "cc1: all warnings being treated as errors\n" },
     { "x.c:999999:1: error: e\n", "x.c:999999:1: error: e\n" },
     { "x.c:0:1: error: e\n", "x.c:0:1: error: e\n" },
     { "x.c:%u", "x.c:%u" },
@@ -252,7 +264,8 @@ static void logs_speak_of_template_lines(void **state)
   char log[64], *mapped;
   snprintf(log, sizeof log, "x.c:%u:1: note: n\nx.c:1:1: note: head\n", third);
   mapped = sw_gen_map_log(&source, log);
-  assert_string_equal(mapped, "templates/cpu/c_mistake.c:2:1: note: n\ntemplates/cpu/head.c:1:1: note: head\n");
+  assert_string_equal(
+      mapped, "templates/cpu/c_mistake.c:2:1: note: n\ntemplates/cpu/head.c:1:1: note: head\n");
   free(mapped);
   sw_gen_source_free(&source);
 }
@@ -282,10 +295,12 @@ static void add_refusal(void *arg, const char *rule, int64_t points)
   struct refusals *refusals = arg;
   const size_t used = strlen(refusals->text);
   refusals->points += points;
-  snprintf(refusals->text + used, sizeof refusals->text - used, "%lld %s; ", (long long)points, rule);
+  snprintf(refusals->text + used, sizeof refusals->text - used, "%lld %s; ", (long long)points,
+           rule);
 }
 
-// Walks to the end; returns how many configs there are.  The configs, one a line, into `out` if not NULL.
+// Walks to the end; returns how many configs there are.  The configs, one a line, into `out` if
+// not NULL.
 static int64_t walk_all(struct sw_gen *gen, const struct sw_gen_request *request, bool exhaustive,
                         FILE *out, struct refusals *refusals)
 {
@@ -325,8 +340,10 @@ static void small_spaces_are_counted_by_hand(void **state)
   for (size_t i = 0; i < COUNT(cases); i++) {
     struct swathe_problem problem;
     struct refusals refusals = { 0 };
-    const struct sw_gen_request request = request_for(cases[i].kernel, "generic", cases[i].problem, &problem);
-    assert_int_equal(walk_all(fixture_gen, &request, cases[i].exhaustive, NULL, &refusals), cases[i].count);
+    const struct sw_gen_request request =
+        request_for(cases[i].kernel, "generic", cases[i].problem, &problem);
+    assert_int_equal(walk_all(fixture_gen, &request, cases[i].exhaustive, NULL, &refusals),
+                     cases[i].count);
     assert_string_equal(refusals.text, cases[i].refused);
   }
 }
@@ -337,11 +354,13 @@ static void configs_come_in_declared_order(void **state)
   struct swathe_problem problem;
   char *text = NULL;
   size_t bytes = 0;
-  const struct sw_gen_request request = request_for("band", "avx2", "q_heads=2,window_left=15", &problem);
+  const struct sw_gen_request request =
+      request_for("band", "avx2", "q_heads=2,window_left=15", &problem);
   FILE *out = open_memstream(&text, &bytes);
   walk_all(fixture_gen, &request, false, out, NULL);
   fclose(out);
-  assert_string_equal(text, "tile_k=8,pack=1\ntile_k=8,pack=2\ntile_k=16,pack=1\ntile_k=16,pack=2\n");
+  assert_string_equal(text,
+                      "tile_k=8,pack=1\ntile_k=8,pack=2\ntile_k=16,pack=1\ntile_k=16,pack=2\n");
   free(text);
 }
 
@@ -356,7 +375,8 @@ static void huge_space_is_accounted_for(void **state)
   assert_int_equal(refusals.points, INT64_C(2176782336) - 10000);
 }
 
-// 6^12 valid points: only a lazy walk gives the first ones; several walks do not disturb each other.
+// 6^12 valid points: only a lazy walk gives the first ones; several walks do not disturb each
+// other.
 static void walks_are_lazy(void **state)
 {
   (void)state;
@@ -367,7 +387,8 @@ static void walks_are_lazy(void **state)
   assert_int_equal(sw_gen_walk_begin(fixture_gen, &request, false, &walk), SWATHE_OK);
   assert_int_equal(sw_gen_walk_next(walk, first), SWATHE_OK);
   for (int i = 0; i < 1000; i++) assert_int_equal(sw_gen_walk_next(walk, config), SWATHE_OK);
-  assert_string_equal(config, "x1=1,x2=1,x3=1,x4=1,x5=1,x6=1,y1=1,y2=1,y3=5,y4=4,y5=5,y6=5");  // 1000 in base 6
+  assert_string_equal(
+      config, "x1=1,x2=1,x3=1,x4=1,x5=1,x6=1,y1=1,y2=1,y3=5,y4=4,y5=5,y6=5"); // 1000 in base 6
 
   assert_int_equal(sw_gen_walk_begin(fixture_gen, &request, false, &other), SWATHE_OK);
   assert_int_equal(sw_gen_walk_next(other, config), SWATHE_OK);
@@ -410,7 +431,8 @@ static size_t random_below(size_t bound)
   return (size_t)(random_state >> 33) % bound;
 }
 
-// A point whose every knob has the value of one valid config or another: some are valid, most are not.
+// A point whose every knob has the value of one valid config or another: some are valid, most are
+// not.
 static void crossed_config(const struct line_list *list, char *config)
 {
   const char *parents[3], *from[3];
@@ -419,7 +441,8 @@ static void crossed_config(const struct line_list *list, char *config)
   while (*from[0]) {
     const char *knob = from[random_below(8) ? 0 : 1 + random_below(2)];
     strncat(config, knob, strcspn(knob, ","));
-    for (int i = 0; i < 3; i++) from[i] += strcspn(from[i], ",") + (from[i][strcspn(from[i], ",")] == ',');
+    for (int i = 0; i < 3; i++)
+      from[i] += strcspn(from[i], ",") + (from[i][strcspn(from[i], ",")] == ',');
     if (*from[0]) strcat(config, ",");
   }
 }
@@ -447,7 +470,8 @@ static void walk_and_check_agree(void **state)
       const bool walked = bsearch(&key, list.lines, list.count, sizeof *list.lines, compare_lines);
       const enum swathe_status status = sw_gen_check(cases[i].gen, &request, config, checked);
       if (status != (walked ? SWATHE_OK : SWATHE_BAD_CONFIG))
-        fail_msg("%s %s: walked %d, checked %d %s", cases[i].kernel, config, walked, status, swathe_error());
+        fail_msg("%s %s: walked %d, checked %d %s", cases[i].kernel, config, walked, status,
+                 swathe_error());
       if (walked) assert_string_equal(checked, config);
       valid += walked;
     }
@@ -489,13 +513,16 @@ static void hostile_configs_are_refused(void **state)
     { "__index=1,tile_k=8,pack=1", "is not name=number" },
   };
   struct swathe_problem problem;
-  const struct sw_gen_request request = request_for("band", "avx2", "q_heads=4,window_left=10", &problem);
+  const struct sw_gen_request request =
+      request_for("band", "avx2", "q_heads=4,window_left=10", &problem);
   char config[SW_CONFIG_TEXT] = "untouched";
   struct sw_gen_source source = { 0 };
   for (size_t i = 0; i < COUNT(cases); i++) {
-    assert_int_equal(sw_gen_check(fixture_gen, &request, cases[i].config, config), SWATHE_BAD_CONFIG);
+    assert_int_equal(sw_gen_check(fixture_gen, &request, cases[i].config, config),
+                     SWATHE_BAD_CONFIG);
     expect_words(cases[i].config, cases[i].words);
-    assert_int_equal(sw_gen_emit(fixture_gen, &request, cases[i].config, &source), SWATHE_BAD_CONFIG);
+    assert_int_equal(sw_gen_emit(fixture_gen, &request, cases[i].config, &source),
+                     SWATHE_BAD_CONFIG);
     expect_words(cases[i].config, cases[i].words);
     assert_string_equal(config, "untouched");
     assert_null(source.text);
@@ -513,10 +540,12 @@ static void configs_travel_in_declared_order(void **state)
 {
   (void)state;
   struct swathe_problem problem;
-  const struct sw_gen_request request = request_for("band", "avx2", "q_heads=4,window_left=10", &problem);
+  const struct sw_gen_request request =
+      request_for("band", "avx2", "q_heads=4,window_left=10", &problem);
   char config[SW_CONFIG_TEXT];
   assert_int_equal(sw_gen_check(fixture_gen, &request, "pack=2,tile_k=32", config), SWATHE_OK);
-  assert_string_equal(config, "tile_k=32,pack=2");   // a `prefer` rule refuses it, which is no reason here
+  assert_string_equal(config,
+                      "tile_k=32,pack=2"); // a `prefer` rule refuses it, which is no reason here
   assert_int_equal(sw_gen_default(fixture_gen, &request, config), SWATHE_OK);
   assert_string_equal(config, "tile_k=8,pack=1");
 }
@@ -532,7 +561,8 @@ static void requests_are_checked(void **state)
     { "sideways", "avx2", "", SWATHE_BAD_USE, "there is no kernel 'sideways' for target cpu" },
     { "../forward", "avx2", "", SWATHE_BAD_USE, "there is no kernel" },
     { "forward", "sse9", "", SWATHE_BAD_USE, "target cpu has no isa 'sse9'; there are avx512" },
-    { "forward", "avx2", "target=cuda", SWATHE_UNSUPPORTED, "no kernels are written for target cuda" },
+    { "forward", "avx2", "target=cuda", SWATHE_UNSUPPORTED,
+      "no kernels are written for target cuda" },
   };
   char config[SW_CONFIG_TEXT];
   struct swathe_problem problem;
@@ -575,7 +605,8 @@ static void expect_defaults(const char *name, const struct swathe_problem *probl
       char config[SW_CONFIG_TEXT], checked[SW_CONFIG_TEXT];
       const struct sw_gen_request request = { problem, kernels[k], isas.names[i] };
       if (sw_gen_default(real_gen, &request, config)) fail_msg("%s: %s", name, swathe_error());
-      if (sw_gen_check(real_gen, &request, config, checked)) fail_msg("%s: %s", name, swathe_error());
+      if (sw_gen_check(real_gen, &request, config, checked))
+        fail_msg("%s: %s", name, swathe_error());
       assert_string_equal(config, checked);
     }
 }
@@ -598,9 +629,11 @@ static void defaults_are_valid(void **state)
       struct swathe_problem problem;
       char text[200];
       const char *left = windows[(d + g) % COUNT(windows)], *right = windows[d % COUNT(windows)];
-      snprintf(text, sizeof text, "q_heads=%d,head_dim_qk=%d,head_dim_v=%d,window_left=%s,window_right=%s,"
-               "softcap=%zu,sinks=%zu,dtype=%s", gqas[g], head_dims[d],
-               head_dims[(d * 5 + g) % COUNT(head_dims)], left, right, d % 2, g % 2, d % 3 ? "f32" : "bf16");
+      snprintf(text, sizeof text,
+               "q_heads=%d,head_dim_qk=%d,head_dim_v=%d,window_left=%s,window_right=%s,"
+               "softcap=%zu,sinks=%zu,dtype=%s",
+               gqas[g], head_dims[d], head_dims[(d * 5 + g) % COUNT(head_dims)], left, right, d % 2,
+               g % 2, d % 3 ? "f32" : "bf16");
       request_for("forward", "avx2", text, &problem);
       expect_defaults(text, &problem);
     }
@@ -612,14 +645,27 @@ static void text_follows_the_problem(void **state)
   (void)state;
   static const char base[] =
       "q_heads=8,kv_heads=2,head_dim_qk=64,head_dim_v=64,window_left=127,softcap=50,sinks=1";
-  static const struct { const char *change; bool differs; } cases[] = {
-    { "kv_heads=1,q_heads=4", false }, { "kv_heads=16,q_heads=64", false }, { "softcap=30", false },
-    { "scale=0.3", false }, { "layout=zigzag", false }, { "ranks=8", false },
+  static const struct { const char *change; bool differs;
+  } cases[] = {
+    { "kv_heads=1,q_heads=4", false },
+    { "kv_heads=16,q_heads=64", false },
+    { "softcap=30", false },
+    { "scale=0.3", false },
+    { "layout=zigzag", false },
+    { "ranks=8", false },
     { "tokens_per_rank=131072", false },
-    { "kv_heads=1", true }, { "q_heads=2", true }, { "head_dim_qk=72", true }, { "head_dim_v=72", true },
-    { "window_left=128", true }, { "window_left=unlimited", true }, { "window_left=0", true },
-    { "window_right=1", true }, { "window_right=unlimited", true }, { "dtype=bf16", true },
-    { "sinks=0", true }, { "softcap=0", true },
+    { "kv_heads=1", true },
+    { "q_heads=2", true },
+    { "head_dim_qk=72", true },
+    { "head_dim_v=72", true },
+    { "window_left=128", true },
+    { "window_left=unlimited", true },
+    { "window_left=0", true },
+    { "window_right=1", true },
+    { "window_right=unlimited", true },
+    { "dtype=bf16", true },
+    { "sinks=0", true },
+    { "softcap=0", true },
   };
   for (size_t k = 0; k < COUNT(kernels); k++) {
     struct swathe_problem problem, changed;
@@ -644,7 +690,8 @@ static void text_follows_the_problem(void **state)
   }
 }
 
-// Another state, another locale, another environment: the same bytes, and no trace of this machine in them.
+// Another state, another locale, another environment: the same bytes, and no trace of this
+// machine in them.
 static void text_is_the_same_everywhere(void **state)
 {
   (void)state;
@@ -678,16 +725,20 @@ static void banner_command_makes_it_again(void **state)
 {
   (void)state;
   struct swathe_problem problem, again;
-  const struct sw_gen_request request = request_for(
-      "forward", "avx2", "q_heads=24,kv_heads=8,head_dim_qk=192,head_dim_v=128,window_left=unlimited,"
-      "window_right=3,dtype=bf16,sinks=1,softcap=30,ranks=8", &problem);
+  const struct sw_gen_request request =
+      request_for("forward", "avx2",
+                  "q_heads=24,kv_heads=8,head_dim_qk=192,head_dim_v=128,window_left=unlimited,"
+                  "window_right=3,dtype=bf16,sinks=1,softcap=30,ranks=8",
+                  &problem);
   struct sw_gen_source source = emit(real_gen, &request, NULL);
   char line[1200], kernel[32], target[32], isa[32], text[512], config[512];
   const char *command = strstr(source.text, "swathe emit ");
   assert_non_null(command);
   snprintf(line, sizeof line, "%.*s", (int)strcspn(command, "\n"), command);
-  assert_int_equal(sscanf(line, "swathe emit %31s --target %31s --isa %31s --problem %511s --config %511s",
-                          kernel, target, isa, text, config), 5);
+  assert_int_equal(
+      sscanf(line, "swathe emit %31s --target %31s --isa %31s --problem %511s --config %511s",
+             kernel, target, isa, text, config),
+      5);
   assert_string_equal(target, "cpu");
   const struct sw_gen_request repeated = request_for(kernel, isa, text, &again);
   struct sw_gen_source same = emit(real_gen, &repeated, config);
@@ -725,9 +776,9 @@ static void find_preset(void *arg, const struct swathe_model *model)
     if (found.q_heads != rows->q_heads || found.kv_heads != rows->kv_heads ||
         found.head_dim_qk != rows->head_dim_qk || found.head_dim_v != rows->head_dim_v ||
         found.window_left != rows->window_left || found.window_right != rows->window_right ||
-        found.sinks != rows->sinks || found.softcap != rows->softcap || found.scale != rows->scale ||
-        found.layers != rows->layers || found.swa_layers != rows->swa_layers ||
-        p->dtype != SWATHE_BF16)
+        found.sinks != rows->sinks || found.softcap != rows->softcap ||
+        found.scale != rows->scale || found.layers != rows->layers ||
+        found.swa_layers != rows->swa_layers || p->dtype != SWATHE_BF16)
       fail_msg("%s differs from its published numbers", model->name);
     return;
   }
