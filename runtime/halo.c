@@ -149,19 +149,32 @@ static enum swathe_status find_needs(struct sw_halo_planner *planner, int32_t in
       .hops = own ? 0 : walk.hops,
       .span = index,
     };
+    const struct sw_sharding_key key = { need.document, begin, piece.begin, planner->needs.count,
+                                         piece.owner };
     status = append(&planner->needs, &need);
     if (own) planner->plan.own_tokens += need.tokens;
+    else if (!status) status = append_key(&planner->keys, &key);
   }
   return status;
 }
 
-// Needs met on a walk BEFORE come in descending order.
-static void reverse(struct sw_halo_segment *segments, int64_t count)
+// Needs met on a walk BEFORE come in descending order: turns those from `need` on around, and their
+// keys, which begin at `key`.
+static void reverse(struct sw_halo_planner *planner, int64_t need, int64_t key)
 {
-  for (int64_t i = 0; i < count / 2; i++) {
-    const struct sw_halo_segment swap = segments[i];
-    segments[i] = segments[count - 1 - i];
-    segments[count - 1 - i] = swap;
+  struct sw_halo_segment *needs = planner->needs.items;
+  struct sw_sharding_key *keys = planner->keys.items;
+  const int64_t last_need = planner->needs.count - 1, last_key = planner->keys.count - 1;
+  for (int64_t i = need, j = last_need; i < j; i++, j--) {
+    const struct sw_halo_segment swap = needs[i];
+    needs[i] = needs[j];
+    needs[j] = swap;
+  }
+  for (int64_t i = key; i <= last_key; i++) keys[i].index = need + last_need - keys[i].index;
+  for (int64_t i = key, j = last_key; i < j; i++, j--) {
+    const struct sw_sharding_key swap = keys[i];
+    keys[i] = keys[j];
+    keys[j] = swap;
   }
 }
 
@@ -172,11 +185,12 @@ static enum swathe_status find_all_needs(struct sw_halo_planner *planner,
   enum swathe_status status = sw_list_reserve(&planner->need_begin, spans + 1, sizeof(int64_t));
   if (status) return status;
   int64_t *need_begin = planner->need_begin.items;
-  planner->needs.count = 0;
+  planner->needs.count = planner->keys.count = 0;
   for (int64_t s = 0; s < spans; s++) {
-    const int64_t first = need_begin[s] = planner->needs.count;
+    const int64_t first_key = planner->keys.count;
+    need_begin[s] = planner->needs.count;
     if ((status = find_needs(planner, (int32_t)s, BEFORE, problem->window_left))) return status;
-    reverse((struct sw_halo_segment *)planner->needs.items + first, planner->needs.count - first);
+    reverse(planner, need_begin[s], first_key);
     if ((status = find_needs(planner, (int32_t)s, AFTER, problem->window_right))) return status;
   }
   need_begin[spans] = planner->needs.count;
@@ -270,19 +284,11 @@ static enum swathe_status make_messages(struct sw_halo_planner *planner, struct 
   return SWATHE_OK;
 }
 
-static enum swathe_status make_receives(struct sw_halo_planner *planner)
+static enum swathe_status make_receives(struct sw_halo_planner *planner,
+                                        const struct swathe_problem *problem)
 {
-  enum swathe_status status;
-  planner->keys.count = 0;
-  const struct sw_halo_segment *needs = planner->needs.items;
-  for (int64_t i = 0; i < planner->needs.count; i++) {
-    const struct sw_halo_segment *need = &needs[i];
-    if (need->owner == planner->plan.rank) continue;
-    const int64_t piece =
-        sw_sharding_piece_at(&planner->sharding, need->document, need->position).begin;
-    const struct sw_sharding_key key = { need->document, need->position, piece, i, need->owner };
-    if ((status = append_key(&planner->keys, &key))) return status;
-  }
+  const enum swathe_status status = find_all_needs(planner, problem);
+  if (status) return status;
   return make_messages(planner, &planner->needs, &planner->receives, &planner->receive_messages,
                        &planner->plan.receive_tokens);
 }
@@ -345,8 +351,7 @@ static enum swathe_status plan_rank(struct sw_halo_planner *planner,
   assert(problem->window_left >= 0 && problem->window_right >= 0);
   *plan = (struct sw_halo_plan){ .rank = rank, .rows = sw_sharding_rows(&planner->sharding, rank) };
   if ((status = list_spans(planner)) || (status = list_gaps(planner)) ||
-      (status = find_all_needs(planner, problem)) || (status = make_receives(planner)) ||
-      (status = make_sends(planner, problem)))
+      (status = make_receives(planner, problem)) || (status = make_sends(planner, problem)))
     return status;
 
   plan->need_count = planner->needs.count;

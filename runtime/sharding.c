@@ -301,11 +301,14 @@ struct sw_piece sw_sharding_piece_at(const struct sw_sharding *sharding, int64_t
   const int64_t chunk = chunk_of(cut, position + shift);
   int64_t owner = chunk, begin = chunk_begin(cut, chunk), end = chunk_begin(cut, chunk + 1);
   if (layout != SWATHE_CONTIGUOUS) {
-    // A rank's two chunks are one piece when nothing lies between them.
     const int64_t mirror = cut.chunks - 1 - chunk;
     owner = smaller(chunk, mirror);
-    if (mirror > chunk && chunk_begin(cut, mirror) == end) end = chunk_begin(cut, mirror + 1);
-    if (mirror < chunk && chunk_begin(cut, mirror + 1) == begin) begin = chunk_begin(cut, mirror);
+    // A rank's two chunks are one piece when nothing lies between them: the two in the middle, and
+    // others where chunks are empty.
+    if (cut.tokens < cut.chunks || mirror - chunk == 1 || chunk - mirror == 1) {
+      if (mirror > chunk && chunk_begin(cut, mirror) == end) end = chunk_begin(cut, mirror + 1);
+      if (mirror < chunk && chunk_begin(cut, mirror + 1) == begin) begin = chunk_begin(cut, mirror);
+    }
   }
   return (struct sw_piece){
     .document = document,
