@@ -6,13 +6,13 @@
 --   tune      knobs { name, values, what it is }; values are whole numbers
 --   derive    sizes { name, function, what it is }; a size is declared before those that read it
 --   require   rules { reason, function }: could not run, never overridden
---   prefer    rules { reason, function }: could run, unlikely to win; tried only when asked for everything
+--   prefer    rules { reason, function }: could run, unlikely to win; only an exhaustive walk has them
 --   default   function that gives the rule-of-thumb value of every knob; valid for every problem
 --
--- In a rule or a derived size `c` has the fixed facts, the isa's numbers (targets.lua: c.lanes, c.registers,
--- c.l1_bytes, c.l2_bytes and its name, c.isa), the knobs and the sizes; in `default` the facts and the isa only.
--- They are evaluated as soon as every knob they read is bound: cheap knobs that decide much come first.
--- In templates facts, lanes, registers, knobs and sizes are constants, in upper case.
+-- In a rule or a size `c` has the fixed facts, the isa's name and numbers (targets.lua: c.isa, c.lanes,
+-- c.registers, c.l1_bytes, c.l2_bytes), the knobs and the sizes; in `default` the facts and the isa
+-- only.  They are evaluated as soon as every knob they read is bound: knobs that decide much come
+-- first.  In templates facts, lanes, registers, knobs and sizes are constants, in upper case.
 
 return {
   cpu = {
@@ -29,6 +29,8 @@ return {
         { "rows_d",      { 4, 6, 8, 12, 16 },       "output dims that stay in registers" },
         { "block_k",     { 48, 64, 96, 128, 192, 256 }, "keys in a packed block" },
         { "ring_blocks", { 16, 64, 256 },           "most packed blocks a thread keeps" },
+        { "prefetch",    { 0, 8, 16 },              "cache lines of the next queries per rows_k keys" },
+        { "stream",      { 0, 1 },                  "whether out is written past the cache" },
       },
       derive = {
         { "rows",        function(c) return c.lanes * c.vectors end, "query rows of a tile" },
@@ -50,6 +52,9 @@ return {
             return (c.rows_d + 1) * c.vectors + 1 <= c.registers
           end },
         { "a block is a whole number of rows_k", function(c) return c.block_k % c.rows_k == 0 end },
+        { "only whole cache lines can bypass the cache", function(c)
+            return c.stream == 0 or c.lanes == 16 and c.bf16 == 0 and c.head_dim_v % 16 == 0
+          end },
       },
       prefer = {
         { "at most an eighth of the lanes idles", function(c)
@@ -71,19 +76,24 @@ return {
       default = function(c)
         local wide = c.left_limited == 0 or c.right_limited == 0 or
                      c.window_left + c.window_right >= 256
-        local vectors = c.gqa > 1 and wide and c.registers >= 32 and 3 or 2
-        local rows = c.registers >= 32 and 8 or 6
-        -- the head count that leaves the fewest lanes idle, the larger one of equals
-        local pack, idle = 1, 0
-        for p = 1, math.min(16, c.lanes * vectors) do
-          local left = c.lanes * vectors % p
-          if c.gqa % p == 0 and p ~= 9 and p ~= 11 and p ~= 13 and p ~= 15 and
-             8 * left <= c.lanes * vectors and (left <= idle or p <= 8) then
-            pack, idle = p, left
-          end
+        local vectors = 2
+        if wide and c.gqa > 1 and c.registers >= 32 then vectors = 3 end
+        if not wide and c.gqa == 1 and c.lanes == 16 then vectors = 1 end
+        local rows = c.lanes * vectors
+
+        -- the most useful work per lane: lanes that hold a row, keys of a tile that a row sees
+        local pack, best = 1, 0
+        local window = wide and 1024 or c.window_left + c.window_right + 1
+        for _, heads in ipairs { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
+          local tokens = rows // heads
+          local useful = heads * tokens / rows * window / (window + tokens - 1)
+          if c.gqa % heads == 0 and tokens > 0 and useful >= best then pack, best = heads, useful end
         end
-        return { vectors = vectors, pack = pack, rows_k = rows, rows_d = rows,
-                 block_k = rows == 6 and 96 or 128, ring_blocks = 64 }
+        local few = c.registers < 32
+        local stream = not wide and c.lanes == 16 and c.bf16 == 0 and c.head_dim_v % 16 == 0
+        return { vectors = vectors, pack = pack, rows_k = few and 6 or 8, rows_d = few and 6 or 8,
+                 block_k = few and 96 or 128, ring_blocks = 64, prefetch = 16,
+                 stream = stream and 1 or 0 }
       end,
     },
 
@@ -92,14 +102,94 @@ return {
       fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
                 "window_right", "sinks", "softcap", "bf16" },
       tune = {
+        { "vectors",     { 1, 2, 3, 4 },            "vectors of query rows in a panel" },
+        { "pack",        { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
+                                                    "query heads of one key head in a panel" },
+        { "panels",      { 1, 2, 3, 4, 6, 8 },      "panels of a tile, one after the other in position" },
+        { "rows_k",      { 4, 6, 8, 12, 16 },       "keys whose scores stay in registers" },
+        { "rows_d",      { 2, 4, 8, 16 },           "dims of dq that stay in registers" },
+        { "rows_j",      { 4, 6, 8, 12, 16 },       "keys whose dk or dv stay in registers" },
+        { "vectors_d",   { 1, 2, 3, 4, 5 },         "vectors of dims of dk or dv that stay in registers" },
+        { "block_k",     { 48, 64, 96, 128, 192 },  "keys in a packed block" },
+        { "ring_blocks", { 32, 128, 512 },          "most packed blocks a thread keeps" },
       },
       derive = {
+        { "panel_tokens",  function(c) return c.lanes * c.vectors // c.pack end,
+          "query positions of a panel" },
+        { "tile_tokens",   function(c) return c.panel_tokens * c.panels end, "query positions of a tile" },
+        { "key_vectors",   function(c)
+            local step = math.max(c.lanes, c.rows_d)
+            return (c.head_dim_qk + step - 1) // step * step // c.lanes
+          end, "vectors that hold a key's dims" },
+        { "value_vectors", function(c) return (c.head_dim_v + c.lanes - 1) // c.lanes end,
+          "vectors that hold a value's dims" },
+        { "tile_bytes",    function(c)
+            return 4 * c.lanes * c.vectors * c.panels *
+                   (c.lanes * (3 * c.key_vectors + 2 * c.value_vectors) + 2 * c.block_k)
+          end, "Q, dO, dQ, P and dS of a tile, about" },
+        { "block_bytes",   function(c)
+            return 8 * c.block_k * c.lanes * (c.key_vectors + c.value_vectors)
+          end, "a packed block of keys and values with the sums of their gradients" },
       },
       require = {
+        { "pack divides the GQA ratio", function(c) return c.gqa % c.pack == 0 end },
+        { "a panel holds at least one query position", function(c) return c.panel_tokens >= 1 end },
+        { "the scores' accumulators, a row of queries and a key fit the registers", function(c)
+            return (c.rows_k + 1) * c.vectors + 1 <= c.registers
+          end },
+        { "the accumulators of dq, a row of dS and a key fit the registers", function(c)
+            return (c.rows_d + 1) * c.vectors + 1 <= c.registers
+          end },
+        { "the accumulators of dk, a row of Q and a weight fit the registers", function(c)
+            return (c.rows_j + 1) * c.vectors_d + 1 <= c.registers
+          end },
+        { "one of rows_k and rows_j is a multiple of the other", function(c)
+            return math.max(c.rows_k, c.rows_j) % math.min(c.rows_k, c.rows_j) == 0
+          end },
+        { "vectors_d divides the vectors of a key and of a value", function(c)
+            return c.key_vectors % c.vectors_d == 0 and c.value_vectors % c.vectors_d == 0
+          end },
+        { "a block is a whole number of rows_k and of rows_j", function(c)
+            return c.block_k % c.rows_k == 0 and c.block_k % c.rows_j == 0
+          end },
       },
       prefer = {
+        { "at most an eighth of the lanes idles", function(c)
+            local rows = c.lanes * c.vectors
+            return 8 * (rows - c.panel_tokens * c.pack) <= rows
+          end },
+        { "there are accumulators enough to hide the latency of an FMA", function(c)
+            return c.vectors * math.min(c.rows_k, c.rows_d) >= 8 and c.vectors_d * c.rows_j >= 8
+          end },
+        { "a tile is no longer than the window", function(c)
+            return c.left_limited == 0 or c.right_limited == 0 or c.panels == 1 or
+                   c.tile_tokens <= c.window_left + c.window_right + 1
+          end },
+        { "a tile stays in the L2", function(c) return c.tile_bytes <= c.l2_bytes end },
+        { "a limited window needs no choice of ring", function(c)
+            return c.ring_blocks == 128 or c.left_limited == 0 or c.right_limited == 0
+          end },
       },
-      default = function(c) return {} end,
+      default = function(c)
+        local many = c.registers >= 32
+        local vectors = 2
+        local rows = many and 8 or 4
+        -- the head count that leaves the fewest lanes idle, the larger one of equals
+        local pack, idle = 1, 0
+        for _, p in ipairs { 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
+          local left = c.lanes * vectors % p
+          if c.gqa % p == 0 and p <= c.lanes * vectors and left <= idle then pack, idle = p, left end
+        end
+        local step = math.max(c.lanes, rows)
+        local key_vectors = (c.head_dim_qk + step - 1) // step * step // c.lanes
+        local value_vectors = (c.head_dim_v + c.lanes - 1) // c.lanes
+        local vectors_d = 1
+        for wider = 2, many and 3 or 2 do
+          if key_vectors % wider == 0 and value_vectors % wider == 0 then vectors_d = wider end
+        end
+        return { vectors = vectors, pack = pack, panels = 2, rows_k = rows, rows_d = rows, rows_j = rows,
+                 vectors_d = vectors_d, block_k = 64, ring_blocks = 128 }
+      end,
     },
 
   },

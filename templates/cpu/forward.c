@@ -72,6 +72,9 @@ struct tile {
   sw_int64 head;                      // its first query head
   sw_int64 position, row;             // of its first query
   int      tokens;                    // 1 .. TILE_TOKENS
+  sw_int64 next_row, next_head;       // where the tile after this one starts
+  int      next_tokens;               // 0 after the last
+  int      asked;                     // elements of its queries that were prefetched
   ivec     lane_token[VECTORS];       // each lane's query, counted from the first
   vec      top[VECTORS];              // running maximum of the scores (within SLACK), powers of two
   vec      sum[VECTORS];              // sum of exp2(score - top)
@@ -95,6 +98,17 @@ OUTLINE void load_queries(float *to, const struct tile *t, float factor) {
         store(square + i * LANES, widen_row(rows[i], at, HEAD_DIM_QK) * factor);
       transpose(to + at * ROWS + m, ROWS, square, LANES);
     }
+  }
+}
+
+// Asks for a few more cache lines of the next tile's queries, while this one computes.
+INLINE void prefetch_queries(struct tile *t) {
+  enum { LINE = 64 / sizeof(elem) };
+  for (int i = 0; i < PREFETCH && t->asked < t->next_tokens * PACK * HEAD_DIM_QK; i++) {
+    int m = t->asked / HEAD_DIM_QK, d = t->asked % HEAD_DIM_QK;
+    const elem *row = elem_at(&t->args->q, t->next_row + m / PACK, t->next_head + m % PACK, t->b);
+    __builtin_prefetch(row + d);
+    t->asked += LINE;
   }
 }
 
@@ -234,6 +248,7 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
   for (int m = 0; m < VECTORS; m++) block_top[m] = splat(LOWEST);
   for (int row = begin / ROWS_K * ROWS_K; row < end; row += ROWS_K) {
     float *scores = w->scores + row * ROWS;
+    prefetch_queries(t);
     int masked = first + row < plain.begin || first + row + ROWS_K > plain.end;
     if (masked || SOFTCAP) {
       vec unused[VECTORS];
@@ -285,7 +300,9 @@ OUTLINE void store_tile(const struct tile *t, const float *out) {
       for (int i = 0; i < rows; i++) {
         sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
         elem *to = (elem *)elem_at(&args->out, row, head, t->b);
-        store_elem_row(to, at, HEAD_DIM_V, load(square + i * LANES) * ((float *)&factor)[i]);
+        vec o = load(square + i * LANES) * ((float *)&factor)[i];
+        if (STREAM) stream_elem_row(to, at, HEAD_DIM_V, o);
+        else store_elem_row(to, at, HEAD_DIM_V, o);
       }
     }
   }
@@ -295,7 +312,7 @@ static void forward_tile(struct tile *t, struct workspace *w) {
   const struct sw_attention_args *args = t->args;
   for (int m = 0; m < ROWS; m++) ((int *)t->lane_token)[m] = token_of(t, m);
   for (int v = 0; v < VECTORS; v++) t->top[v] = splat(LOWEST), t->sum[v] = splat(0);
-  t->started = 0;
+  t->started = t->asked = 0;
   load_queries(w->q, t, SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E);
 
   struct positions seen = overlap(keys_of_some(t->position, t->tokens), unit_keys(args, t->unit));
@@ -330,8 +347,14 @@ void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end,
       t.row = t.unit->row + token;
       for (int group = 0; group < GQA / PACK; group++) {
         t.head = t.h * GQA + group * PACK;
+        int last = group + 1 == GQA / PACK;
+        t.next_row = last ? t.row + t.tokens : t.row;
+        t.next_head = last ? t.h * GQA : t.head + PACK;
+        sw_int64 next = last ? left - t.tokens : left;
+        t.next_tokens = (int)(next < TILE_TOKENS ? next : TILE_TOKENS);
         forward_tile(&t, &w);
       }
     }
   }
+  if (STREAM) stream_end();
 }

@@ -136,6 +136,23 @@ INLINE void store_elem_row(elem *row, int at, int dim, vec x) {
   else store_elem(row + at, x);
 }
 
+// The same past the cache, where a vector is a whole cache line and `row + at` starts one: for rows
+// that are written once and not read soon.  A thread ends such stores with stream_end.
+INLINE void stream_elem_row(elem *row, int at, int dim, vec x) {
+//@ if ISA == "avx512" and BF16 == 0 then
+  if ((__UINTPTR_TYPE__)(row + at) % sizeof x == 0 && dim >= LANES)
+    __asm__ volatile("vmovntps %1, %0" : "=m"(*(vec *)(row + at)) : "v"(x));
+  else store_elem_row(row, at, dim, x);
+//@ else
+  store_elem_row(row, at, dim, x);
+//@ end
+}
+INLINE void stream_end(void) {
+//@ if ISA == "avx512" then
+  __asm__ volatile("sfence" ::: "memory");
+//@ end
+}
+
 INLINE const elem *elem_at(const struct sw_view *view, sw_int64 token, sw_int64 head,
                            sw_int64 batch) {
   return (const elem *)view->data + token * view->token + head * view->head + batch * view->batch;
@@ -144,7 +161,7 @@ INLINE float *float_at(const struct sw_view *view, sw_int64 token, sw_int64 head
   return (float *)view->data + token * view->token + head * view->head + batch * view->batch;
 }
 
-// ---- exp2, log, tanh ---------------------------------------------------------------------------------
+// ---- exp2, log, tanh --------------------------------------------------------------------------------
 
 // 2^f - 1 for |f| <= 1/2, relative error of 2^f about 2e-7 (minimax, the constant term held at 1).
 INLINE vec exp2_fraction(vec f) {
@@ -343,6 +360,8 @@ INLINE void forget_blocks(struct block *blocks, sw_int64 slots) {
 INLINE void pack_rows(float *to, int stride, const elem *from, sw_int64 token, int dim,
                       sw_int64 rows) {
   for (sw_int64 row = 0; row < rows; row++) {
+    for (int d = 0; d < dim; d += 64 / (int)sizeof(elem))   // prefetching past the end is harmless
+      __builtin_prefetch(from + 8 * token + d);
     for (int d = 0; d < dim; d += LANES) {
       int at = vector_start(d, dim);
       if (dim < LANES)
