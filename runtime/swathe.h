@@ -244,6 +244,8 @@ struct swathe_tensors {
   const float *sink;  // [q_heads], natural-log units; only for problems with sinks
   struct swathe_tensor dout, dq, dk, dv;
   float *dsink;       // [q_heads]
+  void *halo;         // swathe_layer_halo_bytes() of the caller's: forward leaves the halo's keys and values
+                      // there and backward reads them.  NULL: backward fetches them again.
 };
 
 struct swathe_layer;
@@ -262,6 +264,9 @@ SWATHE_API enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
                                                    const struct swathe_tensors *tensors, void *stream);
 SWATHE_API enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
                                                     const struct swathe_tensors *tensors, void *stream);
+
+// Bytes of swathe_tensors.halo under the current sharding; 0 if this rank needs no halo.
+SWATHE_API size_t swathe_layer_halo_bytes(const struct swathe_layer *layer);
 
 // Where the time of the last forward or backward went, and what it moved.
 struct swathe_timing {

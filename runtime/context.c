@@ -1,0 +1,543 @@
+// context.c: opens the specialists (generator, compiler cache, database), keeps the kernels that were loaded,
+// and answers the questions that need no ranks: presets, sources, config spaces, what is compiled.
+#include "layer.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <strings.h>
+#include <unistd.h>
+
+// Seconds one kernel may take to compile before its compiler is killed.
+static const double compile_deadline_s = 120;
+
+const char *sw_context_kernel_name(enum swathe_direction direction)
+{
+  return direction == SWATHE_FORWARD ? "forward" : "backward";
+}
+
+// ---- Open and close ------------------------------------------------------------------------------
+
+static char *copy_text(const char *text)
+{
+  return text ? strdup(text) : NULL;
+}
+
+static const char *setting(const char *option, const char *variable)
+{
+  if (option) return option;
+  const char *value = getenv(variable);
+  return value && *value ? value : NULL;
+}
+
+// A misspelt variable would be ignored in silence.
+static void warn_unknown_variables(void)
+{
+  static const char *const known[] = { "SWATHE_DB", "SWATHE_CACHE_DIR", "SWATHE_ISA", "SWATHE_CC",
+                                       "SWATHE_GENERATOR_DIR" };
+  for (char **variable = environ; *variable; variable++) {
+    bool found = strncmp(*variable, "SWATHE_", 7) != 0;
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+      const size_t length = strlen(known[i]);
+      found |= !strncmp(*variable, known[i], length) && (*variable)[length] == '=';
+    }
+    if (!found)
+      sw_warn("environment variable %.*s is not one of swathe's; it has no effect",
+              (int)strcspn(*variable, "="), *variable);
+  }
+}
+
+// The first "model name" of /proc/cpuinfo; provenance only.
+static void read_processor(char *text, size_t size)
+{
+  char line[256];
+  FILE *file = fopen("/proc/cpuinfo", "re");
+
+  snprintf(text, size, "unknown");
+  while (file && fgets(line, sizeof line, file)) {
+    const char *value = strchr(line, ':');
+    if (strncmp(line, "model name", 10) || !value) continue;
+    value += 1 + strspn(value + 1, " ");
+    snprintf(text, size, "%.*s", (int)strcspn(value, "\n"), value);
+    break;
+  }
+  if (file) fclose(file);
+}
+
+struct isa_names {
+  char names[16][32];
+  const char *list[16];
+  int32_t count;
+};
+
+static void collect_isa(void *arg, const char *isa, const char *flags)
+{
+  struct isa_names *isas = arg;
+  (void)flags;
+  if (isas->count == 16) return;
+  snprintf(isas->names[isas->count], sizeof isas->names[0], "%s", isa);
+  isas->list[isas->count] = isas->names[isas->count];
+  isas->count++;
+}
+
+static enum swathe_status choose_isa(struct swathe_context *context, const char *wanted)
+{
+  struct isa_names isas = { .count = 0 };
+  enum swathe_status status = sw_gen_isas(context->gen, SWATHE_CPU, collect_isa, &isas);
+  if (status) return status;
+
+  const char *best = wanted ? sw_device_cpu_isa(&wanted, 1) : sw_device_cpu_isa(isas.list, isas.count);
+  if (!best)
+    return sw_fail(SWATHE_UNSUPPORTED, "this processor cannot run isa '%s'",
+                   wanted ? wanted : "any that is known");
+  for (int32_t i = 0; i < isas.count; i++) {
+    if (strcmp(isas.list[i], best)) continue;
+    snprintf(context->isa, sizeof context->isa, "%s", best);
+    return SWATHE_OK;
+  }
+  return sw_fail(SWATHE_BAD_USE, "no isa of the cpu target is called '%s'", best);
+}
+
+static char *database_path(struct swathe_context *context, const char *option)
+{
+  const char *path = setting(option, "SWATHE_DB");
+  struct sw_jit_state state;
+  char *text = NULL;
+
+  if (path) return strdup(path);
+  sw_jit_state(context->jit, &state);
+  if (!*state.directory) return strdup("");
+  return asprintf(&text, "%s/tuning.db", state.directory) < 0 ? NULL : text;
+}
+
+void sw_context_reopen_database(struct swathe_context *context)
+{
+  pthread_mutex_lock(&context->mutex);
+  if (context->db) sw_db_close(context->db);
+  context->db = NULL;
+  context->db_failed = *context->database && sw_db_open(context->database, SW_DB_READ, &context->db);
+  if (context->db_failed)
+    snprintf(context->db_words, sizeof context->db_words, "%s", swathe_error());
+  pthread_mutex_unlock(&context->mutex);
+}
+
+enum swathe_status swathe_open(const struct swathe_options *options, struct swathe_context **context_out)
+{
+  static const struct swathe_options defaults;
+  struct swathe_context *context = calloc(1, sizeof *context);
+  enum swathe_status status;
+
+  if (!options) options = &defaults;
+  if (!context) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a context", sizeof *context);
+  if (options->threads < 0) {
+    free(context);
+    return sw_fail(SWATHE_BAD_USE, "%d threads: 0 for all processors, or a positive number",
+                   options->threads);
+  }
+  pthread_mutex_init(&context->mutex, NULL);
+  pthread_cond_init(&context->loaded, NULL);
+  warn_unknown_variables();
+  context->mode = options->mode;
+  context->threads = options->threads ? options->threads : sw_device_cpu_processors();
+  read_processor(context->processor, sizeof context->processor);
+  context->generator = copy_text(setting(options->generator, "SWATHE_GENERATOR_DIR"));
+
+  status = sw_gen_open(context->generator, &context->gen);
+  if (!status) status = choose_isa(context, setting(options->isa, "SWATHE_ISA"));
+  if (!status) status = sw_jit_open(options->cache, options->compiler, &context->jit);
+  if (!status) {
+    context->database = database_path(context, options->database);
+    if (!context->database) status = sw_fail(SWATHE_NO_MEMORY, "no memory for a path");
+  }
+  if (status) {
+    swathe_close(context);
+    return status;
+  }
+  sw_context_reopen_database(context);
+  if (context->db_failed && context->mode == SWATHE_REPLAY)
+    sw_warn("%s; going on without tuned data", context->db_words);
+  *context_out = context;
+  return SWATHE_OK;
+}
+
+void swathe_close(struct swathe_context *context)
+{
+  if (!context) return;
+  while (context->kernels) {
+    struct sw_kernel *kernel = context->kernels;
+    context->kernels = kernel->next;
+    if (kernel->image) sw_jit_unload(kernel->image);
+    free(kernel->key);
+    free(kernel->words);
+    free(kernel);
+  }
+  if (context->db) sw_db_close(context->db);
+  if (context->jit) sw_jit_close(context->jit);
+  if (context->gen) sw_gen_close(context->gen);
+  pthread_cond_destroy(&context->loaded);
+  pthread_mutex_destroy(&context->mutex);
+  free(context->database);
+  free(context->generator);
+  free(context);
+}
+
+void swathe_free(void *text)
+{
+  free(text);
+}
+
+void sw_context_environment(const struct swathe_context *context, struct sw_db_environment *environment)
+{
+  *environment = (struct sw_db_environment){
+    .isa = context->isa,
+    .processor = context->processor,
+    .threads = context->threads,
+    .generator = SWATHE_VERSION,
+  };
+}
+
+// ---- Sources -------------------------------------------------------------------------------------
+
+// What no target can serve yet is refused here, in words, never run without it.
+static enum swathe_status check_served(const struct swathe_problem *problem)
+{
+  const enum swathe_status status = swathe_problem_check(problem);
+  if (status) return status;
+  if (problem->target != SWATHE_CPU)
+    return sw_fail(SWATHE_UNSUPPORTED, "target %s is not built yet; there is cpu",
+                   swathe_target_name(problem->target));
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_context_source(struct swathe_context *context, const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const char *isa, const char *config,
+                                     struct sw_gen_source *source)
+{
+  enum swathe_status status = check_served(problem);
+  if (status) return status;
+  const struct sw_gen_request request = {
+    .problem = problem,
+    .kernel = sw_context_kernel_name(direction),
+    .isa = isa ? isa : context->isa,
+  };
+  pthread_mutex_lock(&context->mutex);
+  status = sw_gen_emit(context->gen, &request, config, source);
+  pthread_mutex_unlock(&context->mutex);
+  return status ? sw_within(status, "while emitting %s for %s", request.kernel, request.isa) : SWATHE_OK;
+}
+
+enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source, enum swathe_status status,
+                                             char *log)
+{
+  if (!log) return status;
+  char *mapped = sw_gen_map_log(source, log);
+  sw_within(status, "%.*s", 1500, mapped ? mapped : log);
+  free(mapped);
+  free(log);
+  return status;
+}
+
+// `config`, or what a layer would use, in canonical form.
+static enum swathe_status settle_config(struct swathe_context *context, const struct swathe_problem *problem,
+                                        enum swathe_direction direction, const char *isa,
+                                        const char *config, char *settled)
+{
+  struct sw_choice choice;
+  const struct sw_gen_request request = {
+    .problem = problem,
+    .kernel = sw_context_kernel_name(direction),
+    .isa = isa ? isa : context->isa,
+  };
+  enum swathe_status status = check_served(problem);
+
+  if (status) return status;
+  if (!config && !strcmp(request.isa, context->isa)) {
+    status = sw_choose(context, problem, direction, &choice);
+    if (!status) snprintf(settled, SW_CONFIG_TEXT, "%s", choice.config);
+    return status;
+  }
+  pthread_mutex_lock(&context->mutex);
+  if (config) status = sw_gen_check(context->gen, &request, config, settled);
+  else status = sw_gen_default(context->gen, &request, settled);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+enum swathe_status swathe_emit(struct swathe_context *context, const struct swathe_problem *problem,
+                               enum swathe_direction direction, const char *isa, const char *config,
+                               char **text)
+{
+  char settled[SW_CONFIG_TEXT];
+  struct sw_gen_source source = { .text = NULL };
+  enum swathe_status status = settle_config(context, problem, direction, isa, config, settled);
+
+  if (!status) status = sw_context_source(context, problem, direction, isa, settled, &source);
+  if (status) return status;
+  *text = source.text;
+  source.text = NULL;
+  sw_gen_source_free(&source);
+  return SWATHE_OK;
+}
+
+// ---- Kernels -------------------------------------------------------------------------------------
+
+enum swathe_status swathe_compile(struct swathe_context *context, const struct swathe_problem *problem,
+                                  enum swathe_direction direction, const char *isa, const char *config,
+                                  struct swathe_compiled *compiled)
+{
+  struct swathe_compiled result = { .cached = false };
+  struct sw_gen_source source = { .text = NULL };
+  struct sw_jit_report report;
+  char *log = NULL;
+  enum swathe_status status = settle_config(context, problem, direction, isa, config, result.config);
+
+  if (!status) status = sw_context_source(context, problem, direction, isa, result.config, &source);
+  if (status) return status;
+  const struct sw_jit_request request = {
+    .name = sw_context_kernel_name(direction),
+    .source = source.text,
+    .flags = source.flags,
+    .isa = isa ? isa : context->isa,
+  };
+  status = sw_jit_warm(context->jit, &request, compile_deadline_s, &report, &log);
+  if (status) status = sw_context_compile_failed(&source, status, log);
+  sw_gen_source_free(&source);
+  if (status) return status;
+  result.cached = report.cached;
+  result.compile_s = report.compile_s;
+  result.binary_bytes = report.binary_bytes;
+  *compiled = result;
+  return SWATHE_OK;
+}
+
+static enum swathe_status find_symbols(struct sw_kernel *kernel, const char *name)
+{
+  char text[64];
+  void *address = NULL;
+  enum swathe_status status = sw_jit_symbol(kernel->image, name, &address);
+
+  if (status) return status;
+  *(void **)&kernel->attention = address;
+  snprintf(text, sizeof text, "%s_workspace", name);
+  status = sw_jit_symbol(kernel->image, text, &address);
+  if (status) return status;
+  *(void **)&kernel->workspace = address;
+  snprintf(text, sizeof text, "%s_tile_tokens", name);
+  status = sw_jit_symbol(kernel->image, text, &address);
+  if (status) return status;
+  kernel->tile_tokens = *(const sw_int64 *)address;
+  if (strcmp(name, "backward")) return SWATHE_OK;
+  status = sw_jit_symbol(kernel->image, "gather", &address);
+  if (!status) *(void **)&kernel->gather = address;
+  return status;
+}
+
+static enum swathe_status load_kernel(struct swathe_context *context, const struct swathe_problem *problem,
+                                      enum swathe_direction direction, const char *config,
+                                      struct sw_kernel *kernel)
+{
+  const char *name = sw_context_kernel_name(direction);
+  struct sw_gen_source source = { .text = NULL };
+  char *log = NULL;
+  enum swathe_status status = sw_context_source(context, problem, direction, NULL, config, &source);
+
+  if (status) return status;
+  const struct sw_jit_request request = {
+    .name = name, .source = source.text, .flags = source.flags, .isa = context->isa
+  };
+  status = sw_jit_load(context->jit, &request, compile_deadline_s, &kernel->image, &kernel->report, &log);
+  if (status) status = sw_context_compile_failed(&source, status, log);
+  sw_gen_source_free(&source);
+  if (status) return sw_within(status, "while loading %s with %s", name, config);
+  status = find_symbols(kernel, name);
+  return status ? sw_within(status, "in the image of %s", name) : SWATHE_OK;
+}
+
+// The key's entry, new or old; *loading: the caller is the one to load it.  With the mutex held.
+static struct sw_kernel *find_or_add(struct swathe_context *context, const char *key, bool *loading)
+{
+  struct sw_kernel *kernel;
+
+  for (kernel = context->kernels; kernel; kernel = kernel->next)
+    if (!strcmp(kernel->key, key)) break;
+  *loading = !kernel || kernel->state == SW_KERNEL_FAILED;
+  if (kernel) {
+    if (*loading) kernel->state = SW_KERNEL_LOADING;
+    return kernel;
+  }
+  kernel = calloc(1, sizeof *kernel);
+  if (kernel) kernel->key = strdup(key);
+  if (!kernel || !kernel->key) {
+    free(kernel);
+    return NULL;
+  }
+  kernel->next = context->kernels;
+  context->kernels = kernel;
+  return kernel;
+}
+
+// Sets what came of a load.  With the mutex held.
+static void settle_kernel(struct swathe_context *context, struct sw_kernel *kernel,
+                          enum swathe_status status)
+{
+  kernel->status = status;
+  kernel->state = status ? SW_KERNEL_FAILED : SW_KERNEL_READY;
+  free(kernel->words);
+  kernel->words = status ? strdup(swathe_error()) : NULL;
+  if (!status) context->loaded_count += kernel->report.cached;
+  if (!status) context->compiled_count += !kernel->report.cached;
+  pthread_cond_broadcast(&context->loaded);
+}
+
+enum swathe_status sw_context_kernel(struct swathe_context *context, const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const char *config,
+                                     const struct sw_kernel **kernel_out)
+{
+  char text[SW_PROBLEM_TEXT], key[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 64];
+  bool loading = false;
+
+  swathe_problem_format(problem, text, sizeof text);
+  snprintf(key, sizeof key, "%s %s %s %s", sw_context_kernel_name(direction), context->isa, config, text);
+  pthread_mutex_lock(&context->mutex);
+  struct sw_kernel *kernel = find_or_add(context, key, &loading);
+  if (loading && kernel) {
+    pthread_mutex_unlock(&context->mutex);
+    const enum swathe_status loaded = load_kernel(context, problem, direction, config, kernel);
+    pthread_mutex_lock(&context->mutex);
+    settle_kernel(context, kernel, loaded);
+  }
+  while (kernel && kernel->state == SW_KERNEL_LOADING)
+    pthread_cond_wait(&context->loaded, &context->mutex);
+  enum swathe_status status = kernel ? kernel->status : SWATHE_NO_MEMORY;
+  if (status)
+    sw_fail(status, "%s", kernel && kernel->words ? kernel->words : "no memory for a kernel");
+  pthread_mutex_unlock(&context->mutex);
+  if (!status) *kernel_out = kernel;
+  return status;
+}
+
+void swathe_kernel_counts(struct swathe_context *context, int64_t *compiled, int64_t *loaded)
+{
+  pthread_mutex_lock(&context->mutex);
+  *compiled = context->compiled_count;
+  *loaded = context->loaded_count;
+  pthread_mutex_unlock(&context->mutex);
+}
+
+// ---- Presets and spaces --------------------------------------------------------------------------
+
+enum swathe_status swathe_models(struct swathe_context *context, swathe_model_visit *visit, void *arg)
+{
+  pthread_mutex_lock(&context->mutex);
+  const enum swathe_status status = sw_gen_models(context->gen, visit, arg);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+struct model_search {
+  const char *name;
+  struct swathe_problem problem;
+  char near[512];
+  bool found;
+};
+
+// Near: the names share their family's first letters.
+static void match_model(void *arg, const struct swathe_model *model)
+{
+  struct model_search *search = arg;
+
+  if (!strcmp(model->name, search->name)) {
+    search->problem = model->problem;
+    search->found = true;
+  }
+  if (strncasecmp(model->name, search->name, 3)) return;
+  const size_t used = strlen(search->near);
+  snprintf(search->near + used, sizeof search->near - used, "%s%s", used ? ", " : "", model->name);
+}
+
+enum swathe_status swathe_model_problem(struct swathe_context *context, const char *name,
+                                        struct swathe_problem *problem)
+{
+  struct model_search search = { .name = name };
+  const enum swathe_status status = swathe_models(context, match_model, &search);
+
+  if (status) return status;
+  if (!search.found && *search.near)
+    return sw_fail(SWATHE_NOT_FOUND, "no preset is called '%s'; near it: %s", name, search.near);
+  if (!search.found)
+    return sw_fail(SWATHE_NOT_FOUND, "no preset is called '%s'; 'swathe models' lists them", name);
+  *problem = search.problem;
+  return SWATHE_OK;
+}
+
+enum swathe_status swathe_configs(struct swathe_context *context, const struct swathe_problem *problem,
+                                  enum swathe_direction direction, bool exhaustive,
+                                  swathe_config_visit *visit, swathe_refused_visit *refused, void *arg)
+{
+  char config[SW_CONFIG_TEXT];
+  struct sw_gen_walk *walk = NULL;
+  const struct sw_gen_request request = {
+    .problem = problem, .kernel = sw_context_kernel_name(direction), .isa = context->isa
+  };
+  enum swathe_status status = check_served(problem);
+
+  if (status) return status;
+  pthread_mutex_lock(&context->mutex);
+  status = sw_gen_walk_begin(context->gen, &request, exhaustive, &walk);
+  while (!status) {
+    status = sw_gen_walk_next(walk, config);
+    if (!status && !visit(arg, config)) break;
+  }
+  if (status == SWATHE_NOT_FOUND) status = SWATHE_OK;
+  if (!status && refused) sw_gen_walk_refused(walk, refused, arg);
+  if (walk) sw_gen_walk_end(walk);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+// ---- Database ------------------------------------------------------------------------------------
+
+// The verbs that show the database need it; the words say what is wrong with it.
+static enum swathe_status need_database(struct swathe_context *context)
+{
+  if (context->db_failed) return sw_fail(SWATHE_DATABASE, "%s", context->db_words);
+  if (!context->db)
+    return sw_fail(SWATHE_NOT_FOUND, "there is no place for a tuning database: give one, or set SWATHE_DB");
+  return SWATHE_OK;
+}
+
+enum swathe_status swathe_db_list(struct swathe_context *context, swathe_pick_visit *visit, void *arg)
+{
+  enum swathe_status status = need_database(context);
+  if (status) return status;
+  pthread_mutex_lock(&context->mutex);
+  status = sw_db_list(context->db, visit, arg);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+enum swathe_status swathe_db_show(struct swathe_context *context, const struct swathe_problem *problem,
+                                  swathe_sample_visit *visit, void *arg)
+{
+  enum swathe_status status = need_database(context);
+  if (!status) status = swathe_problem_check(problem);
+  if (status) return status;
+  pthread_mutex_lock(&context->mutex);
+  status = sw_db_samples(context->db, problem, visit, arg);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+enum swathe_status swathe_db_best(struct swathe_context *context, const struct swathe_problem *problem,
+                                  enum swathe_direction direction, char *config, size_t config_size,
+                                  char *why, size_t why_size)
+{
+  struct sw_choice choice;
+  enum swathe_status status = check_served(problem);
+
+  if (!status) status = sw_choose(context, problem, direction, &choice);
+  if (status) return status;
+  snprintf(config, config_size, "%s", choice.config);
+  snprintf(why, why_size, "%s", choice.why);
+  return SWATHE_OK;
+}

@@ -1,0 +1,98 @@
+// doctor.c: what a layer would find on this machine, and what would mend what is missing.
+#include <stdio.h>
+#include <string.h>
+
+#include "layer.h"
+
+struct report {
+  swathe_finding_visit *visit;
+  void *arg;
+};
+
+static void find(const struct report *report, const char *what, enum swathe_health health,
+                 const char *found, const char *fix)
+{
+  const struct swathe_finding finding = { .what = what, .found = found, .fix = fix, .health = health };
+  report->visit(report->arg, &finding);
+}
+
+static void look_at_compiler(const struct report *report, const struct sw_jit_state *state)
+{
+  char text[512];
+
+  if (!*state->compiler) {
+    find(report, "compiler", SWATHE_BROKEN, "none found",
+         "install a C compiler (apt-get install gcc), or set SWATHE_CC; a warm cache works without");
+    return;
+  }
+  snprintf(text, sizeof text, "%s (%s)", state->compiler, state->compiler_version);
+  find(report, "compiler", SWATHE_HEALTHY, text, "");
+}
+
+static void look_at_cache(const struct report *report, const struct sw_jit_state *state)
+{
+  char text[1024];
+
+  if (!*state->directory) {
+    find(report, "kernel cache", SWATHE_BROKEN, *state->problem ? state->problem : "memory only",
+         "set SWATHE_CACHE_DIR to a directory of your own, or every process compiles anew");
+    return;
+  }
+  if (!state->writable) {
+    snprintf(text, sizeof text, "%s cannot be written%s%s", state->directory, *state->problem ? ": " : "",
+             state->problem);
+    find(report, "kernel cache", SWATHE_BROKEN, text,
+         "kernels it lacks are compiled by every process; make it writable or set SWATHE_CACHE_DIR");
+    return;
+  }
+  find(report, "kernel cache", SWATHE_HEALTHY, state->directory, "");
+}
+
+static void look_at_database(const struct report *report, struct swathe_context *context)
+{
+  struct sw_db_state state;
+  char text[1024];
+
+  if (context->db_failed) {
+    find(report, "tuning database", SWATHE_BROKEN, context->db_words,
+         "move the file aside, or name another with SWATHE_DB; layers use default configs meanwhile");
+    return;
+  }
+  if (!context->db) {
+    find(report, "tuning database", SWATHE_ABSENT, "no place to keep one", "set SWATHE_DB");
+    return;
+  }
+  pthread_mutex_lock(&context->mutex);
+  const enum swathe_status status = sw_db_state(context->db, &state);
+  pthread_mutex_unlock(&context->mutex);
+  if (status) {
+    find(report, "tuning database", SWATHE_BROKEN, swathe_error(), "move the file aside");
+    return;
+  }
+  snprintf(text, sizeof text, "%s: schema %d, %lld picks, %lld samples", context->database,
+           state.schema_version, (long long)state.picks, (long long)state.samples);
+  if (state.picks) find(report, "tuning database", SWATHE_HEALTHY, text, "");
+  else find(report, "tuning database", SWATHE_ABSENT, text, "tune a problem: swathe tune --help");
+}
+
+enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit, void *arg)
+{
+  const struct report report = { visit, arg };
+  struct sw_jit_state state;
+  char text[256];
+
+  snprintf(text, sizeof text, "%s, %d processors, isa %s", context->processor,
+           sw_device_cpu_processors(), context->isa);
+  find(&report, "processor", SWATHE_HEALTHY, text, "");
+  find(&report, "generator", SWATHE_HEALTHY,
+       context->generator ? context->generator : "built into the library", "");
+  sw_jit_state(context->jit, &state);
+  look_at_compiler(&report, &state);
+  look_at_cache(&report, &state);
+  look_at_database(&report, context);
+  find(&report, "threads transport", SWATHE_HEALTHY, "ranks as threads of one process", "");
+  find(&report, "mpi transport", SWATHE_ABSENT, "not part of this version", "");
+  find(&report, "cuda target", SWATHE_ABSENT,
+       "not part of this version: no NVRTC, driver or NCCL is looked for", "");
+  return SWATHE_OK;
+}

@@ -1,0 +1,139 @@
+// layer.h: the private face of the meeting place: context.c (opens the specialists and keeps loaded kernels),
+// choose.c (which config), work.c (plan -> units and runs), layer.c (exchange + launch), tune.c, doctor.c.
+#ifndef SW_LAYER_H
+#define SW_LAYER_H
+
+#include <pthread.h>
+
+#include "../templates/kernel_abi.h"
+#include "../tuning_db/db.h"
+#include "device.h"
+#include "gen.h"
+#include "halo.h"
+#include "jit.h"
+#include "transport.h"
+
+// ---- context.c ---------------------------------------------------------------------------------
+
+// A loaded kernel; kept by the context until it closes.
+struct sw_kernel {
+  struct sw_kernel *next;
+  char *key;                     // direction, isa, config and problem: what it was made from
+  enum { SW_KERNEL_LOADING, SW_KERNEL_READY, SW_KERNEL_FAILED } state;
+  enum swathe_status status;     // of a failed one, with its words
+  char *words;
+  struct sw_jit_image *image;
+  struct sw_jit_report report;
+  sw_attention_kernel *attention;
+  sw_workspace_query *workspace;
+  sw_gather_kernel *gather;      // backward only
+  int64_t tile_tokens;
+};
+
+struct swathe_context {
+  struct sw_gen *gen;            // with `mutex`
+  struct sw_jit *jit;
+  struct sw_db *db;              // with `mutex`; NULL: no tuned data
+  bool db_failed;                // `db_words` says why
+  char db_words[512];
+  char *database;                // path; "" if there is nowhere to keep one
+  char *generator;               // directory or NULL
+  char isa[32], processor[96];
+  int32_t threads;
+  enum swathe_mode mode;
+  pthread_mutex_t mutex;
+  pthread_cond_t loaded;         // a kernel left SW_KERNEL_LOADING
+  struct sw_kernel *kernels;
+  int64_t compiled_count, loaded_count;
+};
+
+const char *sw_context_kernel_name(enum swathe_direction direction);
+
+// Loads the kernel (compiling it if no cache has it), or returns the one already loaded.  Borrowed
+// until the context closes.
+enum swathe_status sw_context_kernel(struct swathe_context *context, const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const char *config,
+                                     const struct sw_kernel **kernel);
+
+// The source for the context's isa (NULL) or another; free with sw_gen_source_free.
+enum swathe_status sw_context_source(struct swathe_context *context, const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const char *isa, const char *config,
+                                     struct sw_gen_source *source);
+
+// Turns a compiler's log into the words of the failure, with the template's own lines; frees the log.
+enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source, enum swathe_status status,
+                                             char *log);
+
+void sw_context_environment(const struct swathe_context *context, struct sw_db_environment *environment);
+
+// Closes and opens the database again, so that what another handle wrote is seen.
+void sw_context_reopen_database(struct swathe_context *context);
+
+// ---- choose.c ----------------------------------------------------------------------------------
+
+// From best to worst: FORCED was given by the caller.
+enum sw_rung { SW_RUNG_FORCED, SW_RUNG_EXACT, SW_RUNG_NEAR, SW_RUNG_DEFAULT };
+
+struct sw_choice {
+  char config[SW_CONFIG_TEXT];
+  char why[384];                 // one line: which rung, from where, why no better one
+  enum sw_rung rung;
+};
+
+// How many shares away the farthest visible key can live.
+int32_t sw_choose_hops(const struct swathe_problem *problem);
+
+// The ladder: exact, near, default.  Always gives a valid config, except in SWATHE_REQUIRE mode.
+enum swathe_status sw_choose(struct swathe_context *context, const struct swathe_problem *problem,
+                             enum swathe_direction direction, struct sw_choice *choice);
+
+// ---- work.c ------------------------------------------------------------------------------------
+
+// Where a run's keys and its gradient sums live; pointers are filled in at each call.
+enum sw_place { SW_OWN, SW_WIRE };
+
+struct sw_run_source {
+  enum sw_place place;
+  int64_t index;                 // row of the rank's tensors, or slot of the receive buffer
+  int32_t message;               // SW_WIRE: which receive message holds the slot
+  int64_t spill;                 // first token in the spill buffer, or -1: sums go to their own place
+};
+
+// A spilled run: sums that belong elsewhere and are added there, in list order.
+struct sw_spill {
+  enum sw_place place;
+  int64_t index, tokens, spill;
+  int32_t message;
+};
+
+// The units of one launch pair: [0, edge_units) see keys that come by the wire, the rest do not.
+struct sw_work {
+  struct sw_unit *units;
+  struct sw_run *runs;
+  struct sw_run_source *sources; // [run_count]
+  struct sw_spill *spills;       // backward only
+  int64_t unit_count, edge_units, run_count, spill_count, spill_tokens, max_keys;
+  int64_t unit_capacity, run_capacity, source_capacity, spill_capacity;
+};
+
+// Cuts the plan's spans into units of a kernel whose tiles have `tile_tokens` queries.  Unit boundaries
+// depend on the plan and the tile alone, never on threads.
+enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_problem *problem,
+                                 const struct sw_halo_plan *plan, enum swathe_direction direction,
+                                 int64_t tile_tokens);
+void sw_work_free(struct sw_work *work);
+
+// ---- layer.c -----------------------------------------------------------------------------------
+
+// As swathe_layer_create, with configs given for some directions (NULL: choose) and `directions` a mask of
+// 1 << direction: the others get no kernel.
+enum swathe_status sw_layer_create(struct swathe_context *context, const struct swathe_problem *problem,
+                                   struct swathe_transport *transport, const char *const configs[2],
+                                   unsigned directions, struct swathe_layer **layer);
+
+// For the tuner: launch at most this many items at a time (0: all), and how many query tokens (times key
+// heads and batch) the last call computed.
+void sw_layer_limit(struct swathe_layer *layer, int64_t items);
+int64_t sw_layer_computed(const struct swathe_layer *layer);
+
+#endif
