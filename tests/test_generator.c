@@ -115,6 +115,7 @@ static void mistakes_name_file_and_line(void **state)
     { "unfixed_rule", "a rule reads 'head_dim_v', which nothing declares" },
     { "bad_order", "'first' reads a size that is declared after it" },
     { "bad_fact", "'moon_phase', which facts.lua lacks" },
+    { "../../../secret", "'templates/cpu/../../../secret.c' is no file of the generator" },
   };
   for (size_t i = 0; i < COUNT(cases); i++) {
     struct swathe_problem problem;
@@ -167,6 +168,26 @@ static void templates_know_no_world(void **state)
     shell("printf '//@ local x = %s\\n' > '%s/templates/cpu/reaches_out.c'", names[i], fixtures);
     assert_int_equal(sw_gen_emit(fixture_gen, &request, "knob=1", &source), SWATHE_EMIT);
     expect_words(names[i], "which nothing declares");
+  }
+}
+
+// What no module of the generator may reach either, each tried in a models.lua of its own.
+static void modules_know_no_world(void **state)
+{
+  (void)state;
+  static const char *const reaches[] = {
+    "io.open", "os.getenv", "debug.getinfo", "package.path", "dofile(1)", "loadfile(1)", "load(1)",
+    "string.dump(1)", "math.random()", "math.randomseed(1)", "collectgarbage()", "print(1)", "warn(1)",
+  };
+  shell("mkdir '%s/world' && cp -r '%s/generator' '%s/world'", fixtures, fixtures, fixtures);
+  for (size_t i = 0; i < COUNT(reaches); i++) {
+    struct sw_gen *gen;
+    char directory[300];
+    snprintf(directory, sizeof directory, "%s/world", fixtures);
+    shell("printf 'return { %s }' > '%s/generator/models.lua'", reaches[i], directory);
+    assert_int_equal(sw_gen_open(directory, &gen), SWATHE_EMIT);
+    expect_words(reaches[i], "generator/models.lua:1: attempt to");
+    expect_words(reaches[i], "a nil value");
   }
 }
 
@@ -824,6 +845,7 @@ int main(void)
     cmocka_unit_test(mistakes_name_file_and_line),
     cmocka_unit_test(box_holds),
     cmocka_unit_test(templates_know_no_world),
+    cmocka_unit_test(modules_know_no_world),
     cmocka_unit_test(directories_are_checked),
     cmocka_unit_test(emitted_text_is_as_written_down),
     cmocka_unit_test(logs_speak_of_template_lines),
