@@ -751,6 +751,17 @@ static void zero_own_gaps(struct swathe_layer *layer)
   zero_gaps(layer, &v, p->kv_heads, (size_t)p->head_dim_v * sizeof(float), sizeof(float));
 }
 
+struct gathering {
+  sw_gather_kernel *kernel;
+  const struct sw_gather_args *args;
+};
+
+static void run_gather(const void *arg, int64_t begin, int64_t end, void *workspace)
+{
+  const struct gathering *gathering = arg;
+  gathering->kernel(gathering->args, begin, end, workspace);
+}
+
 static enum swathe_status launch_gather(struct swathe_layer *layer, const struct swathe_tensors *tensors)
 {
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
@@ -764,10 +775,10 @@ static enum swathe_status launch_gather(struct swathe_layer *layer, const struct
     .dk = tensor_view(&tensors->dk, 0, elem),
     .dv = tensor_view(&tensors->dv, 0, elem),
   };
-  sw_gather_kernel *gather = layer->kernels[SWATHE_BACKWARD]->gather;
+  const struct gathering gathering = { layer->kernels[SWATHE_BACKWARD]->gather, &args };
   const struct sw_device_launch launch = {
-    .kernel = *(sw_device_kernel **)&gather,
-    .args = &args,
+    .kernel = run_gather,
+    .args = &gathering,
     .items = args.batch * ((args.rows + GATHER_ROWS - 1) / GATHER_ROWS),
     .grain = 4,
   };

@@ -1,6 +1,6 @@
 # embed.cmake: text files -> one C file that holds them.
 #
-#   cmake -DOUTPUT=file.c -DTABLE=sw_generator_texts -DROOT=dir "-DFILES=generator/emit.lua;..." -P embed.cmake
+#   cmake -DOUTPUT=file.c -DTABLE=sw_generator_texts -DROOT=dir -DFILES=generator/emit.lua,... -P embed.cmake
 #
 # The C file defines `const struct sw_embedded TABLE[]`, ended by a row of zeros; its type is declared by
 # whoever uses it: { const char *name; const char *text; size_t size; }.  Names are relative to ROOT.
@@ -10,7 +10,8 @@ string(APPEND code "struct sw_embedded { const char *name; const char *text; siz
 string(APPEND code "extern const struct sw_embedded ${TABLE}[];\n\n")
 set(rows "")
 set(index 0)
-foreach(name IN LISTS FILES)
+string(REPLACE "," ";" files "${FILES}")
+foreach(name IN LISTS files)
   file(READ "${ROOT}/${name}" hex HEX)
   string(LENGTH "${hex}" digits)
   math(EXPR size "${digits} / 2")
