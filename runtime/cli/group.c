@@ -1,0 +1,351 @@
+// group.c: one thread per rank, one shared context, one layer each.  A rank that fails takes the others
+// with it: they leave the exchange (swathe_threads_abort) and the meeting points below.
+#include "group.h"
+
+#include <inttypes.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Long enough for a rank whose share takes minutes; ranks of one process do not get lost.
+static const double deadline_s = 600;
+
+// What the threads share.
+struct team {
+  struct cli_group *group;
+  struct swathe_threads *threads;
+  pthread_mutex_t mutex;
+  pthread_cond_t met;
+  int32_t waiting;      // ranks at the meeting point
+  int64_t meetings;     // how many came to an end
+  bool failed;
+  char words[8192];     // of the first failure
+  float *dsink_parts;   // [ranks][q_heads]
+  double *rank_us, *rank_wait_us;  // [ranks] of the call in progress
+};
+
+struct member {
+  struct team *team;
+  pthread_t thread;
+  int32_t rank;
+  int64_t rows, span_count;
+  struct swathe_span *spans;
+  struct swathe_layer *layer;
+  void *data[CLI_ARRAY_COUNT];  // this rank's tensors; NULL: not part of this run
+  void *halo;
+};
+
+// ---- Failing and meeting -------------------------------------------------------------------------
+
+// Keeps the words of the first failure and wakes everyone.  Always false, so that callers can return it.
+static bool fail_team(struct member *member, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+static bool fail_team(struct member *member, const char *format, ...)
+{
+  struct team *team = member->team;
+  char words[sizeof team->words];
+  va_list args;
+
+  va_start(args, format);
+  vsnprintf(words, sizeof words, format, args);
+  va_end(args);
+  pthread_mutex_lock(&team->mutex);
+  const bool first = !team->failed;
+  team->failed = true;
+  if (first) memcpy(team->words, words, sizeof words);
+  pthread_cond_broadcast(&team->met);
+  pthread_mutex_unlock(&team->mutex);
+  if (first) swathe_threads_abort(team->threads, member->rank, words);
+  return false;
+}
+
+static bool fail_library(struct member *member, enum swathe_status status, const char *doing)
+{
+  (void)cli_fail_library(status, "rank %" PRId32 " failed %s", member->rank, doing);
+  return fail_team(member, "%s", cli_fail_words());
+}
+
+// Waits for all ranks; false if one failed.
+static bool meet(struct team *team)
+{
+  pthread_mutex_lock(&team->mutex);
+  const int64_t meeting = team->meetings;
+  if (++team->waiting == team->group->given->sharding.ranks) {
+    team->waiting = 0;
+    team->meetings++;
+    pthread_cond_broadcast(&team->met);
+  }
+  while (team->meetings == meeting && !team->failed) pthread_cond_wait(&team->met, &team->mutex);
+  const bool fine = !team->failed;
+  pthread_mutex_unlock(&team->mutex);
+  return fine;
+}
+
+// ---- A rank's tensors ----------------------------------------------------------------------------
+
+static bool is_bf16(const struct member *member, enum cli_array array)
+{
+  return member->team->group->given->problem.dtype == SWATHE_BF16 && array != CLI_ARRAY_LSE;
+}
+
+static size_t elem_bytes(const struct member *member, enum cli_array array)
+{
+  return is_bf16(member, array) ? sizeof(uint16_t) : sizeof(float);
+}
+
+// Between the whole sequence and the rank's rows; `gather`: from the rank.
+static void move_spans(struct member *member, enum cli_array array, bool gather)
+{
+  const struct cli_arrays *arrays = member->team->group->arrays;
+  const int64_t row = cli_arrays_row(arrays, array);
+
+  for (int64_t b = 0; b < arrays->batch; b++)
+    for (int64_t s = 0; s < member->span_count; s++) {
+      const struct swathe_span *span = &member->spans[s];
+      float *whole = arrays->data[array] + (b * arrays->tokens + span->token) * row;
+      const int64_t at = (b * member->rows + span->row) * row, count = span->tokens * row;
+      if (!is_bf16(member, array)) {
+        float *own = (float *)member->data[array] + at;
+        memcpy(gather ? whole : own, gather ? own : whole, (size_t)count * sizeof *own);
+        continue;
+      }
+      uint16_t *own = (uint16_t *)member->data[array] + at;
+      for (int64_t i = 0; i < count; i++) {
+        if (gather) whole[i] = cli_arrays_from_bf16(own[i]);
+        else own[i] = cli_arrays_to_bf16(whole[i]);
+      }
+    }
+}
+
+// All rows begin as NaN: inputs, so that a row no span covers shows if it is read, and outputs, so that
+// one that is not written shows.
+static bool scatter(struct member *member)
+{
+  const struct cli_arrays *arrays = member->team->group->arrays;
+
+  for (int i = 0; i < CLI_ARRAY_COUNT; i++) {
+    const enum cli_array array = (enum cli_array)i;
+    if (!arrays->data[i] || i == CLI_ARRAY_SINK || i == CLI_ARRAY_DSINK) continue;
+    const size_t bytes = (size_t)(arrays->batch * member->rows * cli_arrays_row(arrays, array)) *
+                         elem_bytes(member, array);
+    member->data[i] = malloc(bytes ? bytes : 1);
+    if (!member->data[i])
+      return fail_team(member, "rank %" PRId32 ": no %zu bytes for its part of %s", member->rank, bytes,
+                       cli_arrays_name(array));
+    memset(member->data[i], 0xff, bytes);
+    if (i <= CLI_ARRAY_DOUT) move_spans(member, array, false);
+  }
+  return true;
+}
+
+static struct swathe_tensor tensor(const struct member *member, enum cli_array array)
+{
+  const struct cli_arrays *arrays = member->team->group->arrays;
+  const int64_t row = cli_arrays_row(arrays, array);
+  return (struct swathe_tensor){
+    .data = member->data[array],
+    .token_stride = row,
+    .head_stride = arrays->dims[array],
+    .batch_stride = member->rows * row,
+  };
+}
+
+static struct swathe_tensors all_tensors(const struct member *member)
+{
+  const struct team *team = member->team;
+  const struct swathe_problem *problem = &team->group->given->problem;
+  return (struct swathe_tensors){
+    .q = tensor(member, CLI_ARRAY_Q),
+    .k = tensor(member, CLI_ARRAY_K),
+    .v = tensor(member, CLI_ARRAY_V),
+    .out = tensor(member, CLI_ARRAY_OUT),
+    .lse = tensor(member, CLI_ARRAY_LSE),
+    .sink = team->group->arrays->data[CLI_ARRAY_SINK],
+    .dout = tensor(member, CLI_ARRAY_DOUT),
+    .dq = tensor(member, CLI_ARRAY_DQ),
+    .dk = tensor(member, CLI_ARRAY_DK),
+    .dv = tensor(member, CLI_ARRAY_DV),
+    .dsink = problem->sinks ? team->dsink_parts + (int64_t)member->rank * problem->q_heads : NULL,
+    .halo = member->halo,
+  };
+}
+
+// ---- A rank's run --------------------------------------------------------------------------------
+
+static bool make_layer(struct member *member)
+{
+  struct team *team = member->team;
+  const struct cli_given *given = team->group->given;
+  enum swathe_status status =
+      swathe_layer_create(given->context, &given->problem,
+                          swathe_threads_rank(team->threads, member->rank), &member->layer);
+  if (status) return fail_library(member, status, "to make its layer");
+
+  status = swathe_layer_shard(member->layer, &given->sharding);
+  if (!status) status = swathe_sharding_rows(&given->sharding, member->rank, &member->rows);
+  if (!status)
+    status = swathe_sharding_spans(&given->sharding, member->rank, NULL, 0, &member->span_count);
+  if (status) return fail_library(member, status, "to shard");
+  const size_t halo_bytes = swathe_layer_halo_bytes(member->layer);
+  member->spans = calloc((size_t)member->span_count + 1, sizeof *member->spans);
+  member->halo = malloc(halo_bytes ? halo_bytes : 1);
+  if (!member->spans || !member->halo)
+    return fail_team(member, "rank %" PRId32 ": out of memory for its halo", member->rank);
+  status = swathe_sharding_spans(&given->sharding, member->rank, member->spans, member->span_count,
+                                 &member->span_count);
+  return status ? fail_library(member, status, "to shard") : true;
+}
+
+// All ranks begin a call together, so that none waits for another's start; the last to leave notes the
+// slowest.
+static bool run_once(struct member *member, enum swathe_direction direction, int64_t repetition)
+{
+  struct team *team = member->team;
+  struct cli_group *group = team->group;
+  const bool backward = direction == SWATHE_BACKWARD;
+  const struct swathe_tensors tensors = all_tensors(member);
+  struct swathe_timing *timing = &(backward ? group->backward : group->forward)[member->rank];
+
+  if (!meet(team)) return false;
+  const enum swathe_status status = backward ? swathe_layer_backward(member->layer, &tensors, NULL)
+                                             : swathe_layer_forward(member->layer, &tensors, NULL);
+  if (status) return fail_library(member, status, backward ? "in backward" : "in forward");
+  swathe_layer_timing(member->layer, timing);
+  team->rank_us[member->rank] = timing->total_us;
+  team->rank_wait_us[member->rank] = timing->wait_us;
+  if (!meet(team)) return false;
+  if (member->rank != 0) return true;
+  double slowest_us = 0, longest_wait_us = 0;
+  for (int32_t r = 0; r < group->given->sharding.ranks; r++) {
+    if (team->rank_us[r] > slowest_us) slowest_us = team->rank_us[r];
+    if (team->rank_wait_us[r] > longest_wait_us) longest_wait_us = team->rank_wait_us[r];
+  }
+  (backward ? group->backward_us : group->forward_us)[repetition] = slowest_us;
+  (backward ? group->backward_wait_us : group->forward_wait_us)[repetition] = longest_wait_us;
+  return true;
+}
+
+static void *run_rank(void *arg)
+{
+  struct member *member = arg;
+  struct cli_group *group = member->team->group;
+  const bool backward = group->arrays->backward;
+  bool fine = make_layer(member) && scatter(member);
+
+  for (int64_t i = 0; fine && i < group->repeat; i++)
+    fine = run_once(member, SWATHE_FORWARD, i) &&
+           (!backward || run_once(member, SWATHE_BACKWARD, i));
+  for (int i = CLI_ARRAY_OUT; fine && i < CLI_ARRAY_DSINK; i++)
+    if (member->data[i]) move_spans(member, (enum cli_array)i, true);
+  if (fine && member->rank == 0)
+    swathe_layer_explain(member->layer, group->explain, sizeof group->explain);
+  meet(member->team);  // nobody destroys a layer that another still talks to
+  swathe_layer_destroy(member->layer);
+  for (int i = 0; i < CLI_ARRAY_COUNT; i++) free(member->data[i]);
+  free(member->halo);
+  free(member->spans);
+  return NULL;
+}
+
+// ---- The group -----------------------------------------------------------------------------------
+
+static bool allocate(struct cli_group *group, struct team *team)
+{
+  const size_t ranks = (size_t)group->given->sharding.ranks, repeat = (size_t)group->repeat;
+
+  group->forward_us = calloc(repeat, sizeof(double));
+  group->backward_us = calloc(repeat, sizeof(double));
+  group->forward_wait_us = calloc(repeat, sizeof(double));
+  group->backward_wait_us = calloc(repeat, sizeof(double));
+  group->forward = calloc(ranks, sizeof *group->forward);
+  group->backward = calloc(ranks, sizeof *group->backward);
+  group->traffic = calloc(ranks, sizeof *group->traffic);
+  team->rank_us = calloc(ranks, sizeof(double));
+  team->rank_wait_us = calloc(ranks, sizeof(double));
+  team->dsink_parts = calloc(ranks * (size_t)group->given->problem.q_heads, sizeof(float));
+  return group->forward_us && group->backward_us && group->forward_wait_us &&
+         group->backward_wait_us && group->forward && group->backward && group->traffic &&
+         team->rank_us && team->rank_wait_us && team->dsink_parts;
+}
+
+void cli_group_free(struct cli_group *group)
+{
+  free(group->forward_us);
+  free(group->backward_us);
+  free(group->forward_wait_us);
+  free(group->backward_wait_us);
+  free(group->forward);
+  free(group->backward);
+  free(group->traffic);
+  *group = (struct cli_group){ 0 };
+}
+
+// Partial sums of the ranks, added in rank order.
+static void add_dsink(const struct team *team)
+{
+  const struct cli_given *given = team->group->given;
+  float *dsink = team->group->arrays->data[CLI_ARRAY_DSINK];
+
+  for (int32_t h = 0; dsink && h < given->problem.q_heads; h++) {
+    double sum = 0;
+    for (int32_t r = 0; r < given->sharding.ranks; r++)
+      sum += (double)team->dsink_parts[(int64_t)r * given->problem.q_heads + h];
+    dsink[h] = (float)sum;
+  }
+}
+
+static enum cli_exit run_threads(struct team *team)
+{
+  const int32_t ranks = team->group->given->sharding.ranks;
+  struct member *members = calloc((size_t)ranks, sizeof *members);
+  int32_t started = 0;
+
+  if (!members) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks);
+  for (int32_t r = 0; r < ranks; r++) {
+    members[r] = (struct member){ .team = team, .rank = r };
+    const int error = pthread_create(&members[r].thread, NULL, run_rank, &members[r]);
+    if (error) {
+      fail_team(&members[r], "rank %" PRId32 " gets no thread: %s", r, strerror(error));
+      break;
+    }
+    started++;
+  }
+  for (int32_t r = 0; r < started; r++) pthread_join(members[r].thread, NULL);
+  free(members);
+  return team->failed ? cli_fail(CLI_FAILED, "%s", team->words) : CLI_OK;
+}
+
+enum cli_exit cli_group_run(struct cli_group *group)
+{
+  const struct cli_given *given = group->given;
+  struct team team = { .group = group };
+  enum cli_exit code = CLI_OK;
+  enum swathe_status status;
+
+  pthread_mutex_init(&team.mutex, NULL);
+  pthread_cond_init(&team.met, NULL);
+  if (!allocate(group, &team))
+    code = cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", given->sharding.ranks);
+  if (!code) {
+    status = swathe_plan(&given->problem, &given->sharding, NULL, NULL, group->traffic);
+    if (status) code = cli_fail_library(status, "this sequence cannot be planned");
+  }
+  if (!code) {
+    status = swathe_threads_create(given->sharding.ranks, deadline_s, &team.threads);
+    if (status) code = cli_fail_library(status, "the ranks cannot be connected");
+  }
+  if (!code) code = run_threads(&team);
+  if (!code) {
+    add_dsink(&team);
+    swathe_kernel_counts(given->context, &group->compiled, &group->loaded);
+  }
+  if (team.threads) swathe_threads_destroy(team.threads);
+  free(team.rank_us);
+  free(team.rank_wait_us);
+  free(team.dsink_parts);
+  pthread_cond_destroy(&team.met);
+  pthread_mutex_destroy(&team.mutex);
+  return code;
+}

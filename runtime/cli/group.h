@@ -1,0 +1,25 @@
+// group.h: runs a layer over ranks that are threads of this process: shard, forward, backward, gather.
+#ifndef CLI_GROUP_H
+#define CLI_GROUP_H
+
+#include "arrays.h"
+
+struct cli_group {
+  const struct cli_given *given;
+  struct cli_arrays *arrays;  // inputs are read, outputs filled
+  int64_t repeat;             // >= 1
+
+  // Filled by cli_group_run; [repeat] of the slowest rank, [ranks] of the last repetition.
+  double *forward_us, *backward_us;
+  double *forward_wait_us, *backward_wait_us;  // longest of any rank
+  struct swathe_timing *forward, *backward;
+  char explain[4096];                          // rank 0's
+  struct swathe_traffic *traffic;              // [ranks] as planned
+  int64_t compiled, loaded;                    // kernels
+};
+
+// The words of a failure are those of its first cause, whichever rank it was.
+enum cli_exit cli_group_run(struct cli_group *group);
+void cli_group_free(struct cli_group *group);
+
+#endif
