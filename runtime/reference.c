@@ -198,13 +198,14 @@ struct softmax {
   double top, sum;
 };
 
-// A sink is a key without a value: it opens the softmax.  A sink of -inf is as good as none.
+// A sink is a key without a value: it opens the softmax.  No sink is one of -inf, which the first
+// key shrinks to nothing.
 static void open_softmax(const struct oracle *oracle, int64_t token, int head, struct softmax *row)
 {
   load_q(oracle, token, head, row->q);
   for (int d = 0; d < MOST_DIM; d++) row->out[d] = 0;
   row->top = oracle->problem->sinks ? (double)oracle->sequence->sink[head] : -INFINITY;
-  row->sum = row->top != -INFINITY;
+  row->sum = 1;
 }
 
 static void absorb_keys(const struct oracle *oracle, struct keys *keys, struct softmax *row)
