@@ -414,6 +414,10 @@ static void check_sends(const struct table *table, const struct sw_halo_plan *pl
       CHECK(send->reader == plan->send_messages[m].peer && send->owner == plan->rank);
       for (int64_t k = 0; k < send->tokens; k++)
         CHECK(token_at(table, send->document, send->position + k)->row == send->row + k);
+      const struct sw_halo_segment *before = send - (i > plan->send_messages[m].segment_begin);
+      CHECK(before->document != send->document ||  // what can be one segment is one
+            before->position + before->tokens != send->position ||
+            before->row + before->tokens != send->row);
     }
 }
 

@@ -1,0 +1,574 @@
+// test_transport.c: the threads transport: messages pair up and arrive, and every failure ends in words
+// on both sides, in time, and without a byte written to a rank that was told of it.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+#include <pthread.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "transport.h"
+
+enum { MOST_RANKS = 8 };
+
+static double now_s(void)
+{
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static uint64_t mix(uint64_t x)
+{
+  x ^= x >> 33, x *= 0xff51afd7ed558ccdu, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53u;
+  return x ^ x >> 33;
+}
+
+static int below(uint64_t *seed, int bound)
+{
+  *seed = *seed * 6364136223846793005u + 1442695040888963407u;
+  return (int)((mix(*seed) >> 8) % (uint64_t)bound);
+}
+
+static enum swathe_status post(struct swathe_transport *t, const struct sw_transport_message *messages,
+                               int32_t count)
+{
+  return t->operations->post(t, messages, count);
+}
+
+static enum swathe_status post_one(struct swathe_transport *t, bool send, int peer, void *data,
+                                   size_t bytes)
+{
+  const struct sw_transport_message message = { data, bytes, peer, send };
+  return post(t, &message, 1);
+}
+
+static enum swathe_status test(struct swathe_transport *t, bool *done)
+{
+  return t->operations->test(t, done);
+}
+
+static enum swathe_status wait(struct swathe_transport *t) { return t->operations->wait(t); }
+
+static enum swathe_status gather(struct swathe_transport *t, const void *mine, size_t bytes, void *all)
+{
+  return t->operations->gather(t, mine, bytes, all);
+}
+
+static struct swathe_threads *make_group(int32_t ranks, double deadline_s)
+{
+  struct swathe_threads *group = NULL;
+  assert_int_equal(swathe_threads_create(ranks, deadline_s, &group), SWATHE_OK);
+  return group;
+}
+
+// ---- Ranks as threads --------------------------------------------------------------------------
+
+// What one rank does and how it ended.  Its function must not use cmocka's asserts: they only work in the
+// main thread.
+struct rank {
+  struct swathe_threads *group;
+  struct swathe_transport *transport;
+  uint64_t seed;
+  int number, ranks;
+  enum swathe_status status, again;  // of the failing call; of one more call after it
+  char words[1024], words_again[1024];
+  double seconds;
+  char failure[256];                 // "" or what was wrong
+  char *buffer;
+  size_t bytes;
+};
+
+static void *run_rank(struct rank *rank, enum swathe_status status)
+{
+  rank->status = status;
+  if (status) {
+    snprintf(rank->words, sizeof rank->words, "%s", swathe_error());
+    rank->again = wait(rank->transport);
+    if (rank->again) snprintf(rank->words_again, sizeof rank->words_again, "%s", swathe_error());
+  }
+  return rank;
+}
+
+static void run_ranks(struct swathe_threads *group, struct rank *ranks, int count, uint64_t seed,
+                      void *(*body)(void *))
+{
+  pthread_t threads[MOST_RANKS];
+  for (int r = 0; r < count; r++) {
+    ranks[r].group = group;
+    ranks[r].transport = swathe_threads_rank(group, r);
+    ranks[r].seed = seed;
+    ranks[r].number = r;
+    ranks[r].ranks = count;
+    assert_int_equal(pthread_create(&threads[r], NULL, body, &ranks[r]), 0);
+  }
+  for (int r = 0; r < count; r++) pthread_join(threads[r], NULL);
+  for (int r = 0; r < count; r++)
+    if (ranks[r].failure[0]) fail_msg("seed %llu, rank %d: %s", (unsigned long long)seed, r, ranks[r].failure);
+}
+
+// ---- Messages arrive ---------------------------------------------------------------------------
+
+enum { MOST_MESSAGES = 5, GUARD_BYTES = 32, ROUNDS = 4 };
+
+static uint64_t pair_seed(uint64_t seed, int round, int from, int to)
+{
+  return mix(seed + (uint64_t)(round * 10000 + from * 100 + to));
+}
+
+// The n-th message of a round between two ranks: both ends know its size and bytes from the seed.
+static size_t message_bytes(uint64_t pair, int n)
+{
+  uint64_t seed = pair + (uint64_t)n;
+  return (size_t)(below(&seed, 10) ? 1 + below(&seed, 3000) : 1 + below(&seed, 600000));
+}
+
+static char message_byte(uint64_t pair, int n, size_t at)
+{
+  return (char)(mix(pair + (uint64_t)n) + at * 7 + (at >> 8));
+}
+
+struct box {
+  char *data;
+  size_t bytes;
+  int from, n;
+};
+
+// One round: every pair exchanges up to five messages, posted by each rank in its own order and in
+// several calls.  Returns the receives in `boxes`.
+static int post_round(struct rank *rank, uint64_t *mine, int round, struct box *sent, int *sent_count,
+                      struct box *boxes)
+{
+  struct sw_transport_message batch[4];
+  int next[2][MOST_RANKS] = { { 0 } }, batched = 0, received = 0;
+  for (int left = 1; left;) {
+    left = 0;
+    for (int i = 0; i < 2 * rank->ranks; i++) {
+      const int peer = below(mine, rank->ranks), send = below(mine, 2);
+      const int from = send ? rank->number : peer, to = send ? peer : rank->number;
+      uint64_t pair = pair_seed(rank->seed, round, from, to), counted = pair;
+      const int count = below(&counted, MOST_MESSAGES + 1), n = next[send][peer];
+      if (peer == rank->number || n >= count) continue;
+      next[send][peer]++;
+      struct box *box = send ? &sent[(*sent_count)++] : &boxes[received++];
+      *box = (struct box){ NULL, message_bytes(pair, n), from, n };
+      box->data = malloc(box->bytes + GUARD_BYTES);
+      memset(box->data, 0x5a, box->bytes + GUARD_BYTES);
+      for (size_t at = 0; send && at < box->bytes; at++) box->data[at] = message_byte(pair, n, at);
+      batch[batched++] = (struct sw_transport_message){ box->data, box->bytes, peer, send };
+      if (batched == 4 || below(mine, 3) == 0) {
+        rank->status = post(rank->transport, batch, batched);
+        if (rank->status) return received;
+        batched = 0;
+      }
+    }
+    for (int peer = 0; peer < rank->ranks; peer++)
+      for (int send = 0; send < 2 && peer != rank->number; send++) {
+        uint64_t counted = pair_seed(rank->seed, round, send ? rank->number : peer,
+                                     send ? peer : rank->number);
+        left |= next[send][peer] < below(&counted, MOST_MESSAGES + 1);
+      }
+  }
+  if (batched) rank->status = post(rank->transport, batch, batched);
+  return received;
+}
+
+static void check_boxes(struct rank *rank, int round, struct box *boxes, int count)
+{
+  for (int i = 0; i < count; i++) {
+    const uint64_t pair = pair_seed(rank->seed, round, boxes[i].from, rank->number);
+    for (size_t at = 0; at < boxes[i].bytes + GUARD_BYTES; at++)
+      if (boxes[i].data[at] != (at < boxes[i].bytes ? message_byte(pair, boxes[i].n, at) : 0x5a))
+        snprintf(rank->failure, sizeof rank->failure, "round %d: byte %zu of %zu of message %d from %d",
+                 round, at, boxes[i].bytes, boxes[i].n, boxes[i].from);
+  }
+}
+
+static void gather_numbers(struct rank *rank, int round)
+{
+  uint64_t all[MOST_RANKS + 1], mine = mix((uint64_t)(round * 100 + rank->number));
+  all[rank->ranks] = 0x5a5a;
+  rank->status = gather(rank->transport, &mine, sizeof mine, all);
+  for (int r = 0; r < rank->ranks && !rank->status; r++)
+    if (all[r] != mix((uint64_t)(round * 100 + r)))
+      snprintf(rank->failure, sizeof rank->failure, "gather %d: part of rank %d", round, r);
+  if (all[rank->ranks] != 0x5a5a) snprintf(rank->failure, sizeof rank->failure, "gather wrote too far");
+}
+
+static void *exchange_randomly(void *arg)
+{
+  enum { MOST_BOXES = MOST_RANKS * MOST_MESSAGES };
+  struct rank *rank = arg;
+  uint64_t mine = mix(rank->seed + (uint64_t)rank->number);
+  for (int round = 0; round < ROUNDS && !rank->status; round++) {
+    struct box sent[MOST_BOXES], boxes[MOST_BOXES];
+    int sent_count = 0;
+    const int count = post_round(rank, &mine, round, sent, &sent_count, boxes);
+    bool done = false;
+    for (int i = below(&mine, 4); i > 0 && !rank->status; i--) rank->status = test(rank->transport, &done);
+    // Gathers may lie between the posts and the wait, or after it, but for all ranks alike.
+    if (!rank->status && round % 2) gather_numbers(rank, 2 * round);
+    if (!rank->status && below(&mine, 2))
+      while (!done && !rank->status) rank->status = test(rank->transport, &done);
+    if (!rank->status) rank->status = wait(rank->transport);
+    if (!rank->status) gather_numbers(rank, 2 * round + 1);
+    if (rank->status) snprintf(rank->failure, sizeof rank->failure, "%.250s", swathe_error());
+    else check_boxes(rank, round, boxes, count);
+    for (int i = 0; i < count; i++) free(boxes[i].data);
+    for (int i = 0; i < sent_count; i++) free(sent[i].data);
+  }
+  return rank;
+}
+
+static void random_messages_arrive(void **state)
+{
+  (void)state;
+  for (int ranks = 1; ranks <= MOST_RANKS; ranks++)
+    for (uint64_t seed = 0; seed < 8; seed++) {
+      struct rank all[MOST_RANKS] = { { 0 } };
+      struct swathe_threads *group = make_group(ranks, 60);
+      run_ranks(group, all, ranks, mix(seed * 8 + (uint64_t)ranks), exchange_randomly);
+      swathe_threads_destroy(group);
+    }
+}
+
+// Without the other rank's help: `test` alone moves a message that both have posted, a part at a time.
+static void one_rank_moves_a_message(void **state)
+{
+  enum { BYTES = 1 << 20 };
+  static char from[BYTES], to[BYTES];
+  (void)state;
+  for (int mover = 0; mover < 2; mover++) {
+    struct swathe_threads *group = make_group(2, 60);
+    struct swathe_transport *ranks[] = { swathe_threads_rank(group, 0), swathe_threads_rank(group, 1) };
+    bool done = true;
+    memset(from, 7 + mover, BYTES);
+    assert_int_equal(post_one(ranks[0], true, 1, from, BYTES), SWATHE_OK);
+    assert_int_equal(test(ranks[0], &done), SWATHE_OK);
+    assert_false(done);
+    assert_int_equal(post_one(ranks[1], false, 0, to, BYTES), SWATHE_OK);
+    int calls = 0;
+    for (done = false; !done && calls < 100; calls++)
+      assert_int_equal(test(ranks[mover], &done), SWATHE_OK);
+    assert_in_range(calls, 2, 16);
+    assert_int_equal(test(ranks[1 - mover], &done), SWATHE_OK);
+    assert_true(done);
+    assert_memory_equal(from, to, BYTES);
+    swathe_threads_destroy(group);
+  }
+}
+
+static void alone(void **state)
+{
+  struct swathe_threads *group = make_group(1, 0);
+  struct swathe_transport *t = swathe_threads_rank(group, 0);
+  int mine = 3, all = 0;
+  bool done = false;
+  (void)state;
+  assert_string_equal(t->name, "threads");
+  assert_int_equal(t->rank, 0);
+  assert_int_equal(t->ranks, 1);
+  assert_int_equal(wait(t), SWATHE_OK);
+  assert_int_equal(test(t, &done), SWATHE_OK);
+  assert_true(done);
+  assert_int_equal(gather(t, &mine, sizeof mine, &all), SWATHE_OK);
+  assert_int_equal(all, 3);
+  assert_int_equal(gather(t, NULL, 0, NULL), SWATHE_OK);
+  swathe_threads_destroy(group);
+}
+
+static void bad_calls_are_refused(void **state)
+{
+  struct swathe_threads *group = make_group(3, 1);
+  struct swathe_transport *t = swathe_threads_rank(group, 1);
+  char byte = 0;
+  bool done = false;
+  (void)state;
+  assert_int_equal(post_one(t, true, 1, &byte, 1), SWATHE_BAD_USE);
+  assert_int_equal(post_one(t, true, 3, &byte, 1), SWATHE_BAD_USE);
+  assert_int_equal(post_one(t, true, -1, &byte, 1), SWATHE_BAD_USE);
+  assert_int_equal(post_one(t, true, 0, &byte, 0), SWATHE_BAD_USE);
+  const struct sw_transport_message half_good[] = { { &byte, 1, 0, true }, { &byte, 0, 0, true } };
+  assert_int_equal(post(t, half_good, 2), SWATHE_BAD_USE);
+  assert_int_equal(test(t, &done), SWATHE_OK);
+  assert_true(done);  // of a refused array nothing is posted
+  swathe_threads_destroy(group);
+  assert_int_equal(swathe_threads_create(0, 1, &group), SWATHE_BAD_USE);
+  assert_int_equal(swathe_threads_create(2, -1, &group), SWATHE_BAD_USE);
+}
+
+// ---- Failures ----------------------------------------------------------------------------------
+
+static void expect_words(const char *words, const char *const *parts)
+{
+  for (; *parts; parts++)
+    if (!strstr(words, *parts)) fail_msg("'%s' does not say '%s'", words, *parts);
+}
+
+static void different_sizes_disagree(void **state)
+{
+  (void)state;
+  for (int bigger = 0; bigger < 2; bigger++) {
+    struct swathe_threads *group = make_group(3, 60);
+    struct swathe_transport *a = swathe_threads_rank(group, 0), *b = swathe_threads_rank(group, 2);
+    char sent[100], received[100];
+    bool done = false;
+    memset(sent, 1, sizeof sent);
+    memset(received, 2, sizeof received);
+    assert_int_equal(post_one(a, true, 2, sent, bigger ? 100 : 40), SWATHE_OK);
+    assert_int_equal(post_one(b, false, 0, received, bigger ? 40 : 100), SWATHE_OK);
+    const char *const parts[] = { "rank 0", "rank 2", "40", "100", NULL };
+    assert_int_equal(wait(b), SWATHE_DISAGREE);
+    expect_words(swathe_error(), parts);
+    assert_int_equal(test(a, &done), SWATHE_DISAGREE);
+    expect_words(swathe_error(), parts);
+    for (size_t i = 0; i < sizeof received; i++) assert_int_equal(received[i], 2);
+    const char *const sticky[] = { "unusable", "rank 0 sends", NULL };
+    assert_int_equal(post_one(a, true, 1, sent, 1), SWATHE_DISAGREE);
+    expect_words(swathe_error(), sticky);
+    assert_int_equal(gather(b, NULL, 0, NULL), SWATHE_DISAGREE);
+    expect_words(swathe_error(), sticky);
+    swathe_threads_destroy(group);
+  }
+}
+
+static void missing_peer_times_out(void **state)
+{
+  struct swathe_threads *group = make_group(3, 0.2);
+  struct swathe_transport *a = swathe_threads_rank(group, 0), *b = swathe_threads_rank(group, 1);
+  char *buffer = malloc(640), late[640];
+  (void)state;
+  const double begin_s = now_s();
+  assert_int_equal(post_one(a, false, 1, buffer, 640), SWATHE_OK);
+  assert_int_equal(wait(a), SWATHE_TIMEOUT);
+  assert_true(now_s() - begin_s >= 0.2);
+  assert_true(now_s() - begin_s < 5);
+  const char *const parts[] = { "rank 0", "rank 1", "0.2 s", "640 of 640 bytes to receive", NULL };
+  expect_words(swathe_error(), parts);
+  free(buffer);  // a late send must not find it
+  memset(late, 3, sizeof late);
+  assert_int_equal(wait(a), SWATHE_TIMEOUT);
+  const char *const sticky[] = { "unusable", "640 of 640", NULL };
+  expect_words(swathe_error(), sticky);
+
+  assert_int_equal(post_one(b, true, 0, late, 640), SWATHE_OK);
+  assert_int_equal(wait(b), SWATHE_TRANSPORT);  // at once, and with the reason
+  const char *const cascade[] = { "rank 1", "rank 0, which failed", "640 of 640", NULL };
+  expect_words(swathe_error(), cascade);
+  swathe_threads_destroy(group);
+
+  group = make_group(3, 0.05);
+  a = swathe_threads_rank(group, 2);
+  assert_int_equal(post_one(a, true, 0, late, 33), SWATHE_OK);
+  assert_int_equal(wait(a), SWATHE_TIMEOUT);
+  const char *const sending[] = { "rank 2", "rank 0", "33 of 33 bytes to send", NULL };
+  expect_words(swathe_error(), sending);
+  swathe_threads_destroy(group);
+}
+
+static void *wait_for_rank_0(void *arg)
+{
+  struct rank *rank = arg;
+  char byte;
+  const double begin_s = now_s();
+  if (rank->number == 0) {
+    usleep(20000);
+    swathe_threads_abort(rank->group, 0, "the dog ate it");
+    swathe_threads_abort(rank->group, 0, "a second reason");
+    return run_rank(rank, wait(rank->transport));
+  }
+  enum swathe_status status = SWATHE_OK;
+  if (rank->number == 3) status = gather(rank->transport, &byte, 0, NULL);
+  else if (!(status = post_one(rank->transport, rank->number == 1, 0, &byte, 1)))
+    status = wait(rank->transport);
+  run_rank(rank, status);
+  rank->seconds = now_s() - begin_s;
+  return rank;
+}
+
+static void abort_wakes_everyone(void **state)
+{
+  struct rank all[MOST_RANKS] = { { 0 } };
+  struct swathe_threads *group = make_group(4, 60);
+  const char *const parts[] = { "rank 0", "the dog ate it", NULL };
+  char byte = 0;
+  (void)state;
+  run_ranks(group, all, 4, 1, wait_for_rank_0);
+  for (int r = 0; r < 4; r++) {
+    assert_int_equal(all[r].status, SWATHE_TRANSPORT);
+    assert_int_equal(all[r].again, SWATHE_TRANSPORT);
+    assert_true(all[r].seconds < 10);
+    expect_words(all[r].words, parts);
+    expect_words(all[r].words_again, parts);
+  }
+  assert_int_equal(post_one(swathe_threads_rank(group, 0), true, 1, &byte, 1), SWATHE_TRANSPORT);
+  swathe_threads_destroy(group);
+
+  group = make_group(2, 60);  // before anyone waits
+  swathe_threads_abort(group, 1, NULL);
+  assert_int_equal(post_one(swathe_threads_rank(group, 0), true, 1, &byte, 1), SWATHE_TRANSPORT);
+  swathe_threads_destroy(group);
+}
+
+static void *gather_unless_rank_2(void *arg)
+{
+  struct rank *rank = arg;
+  uint64_t all[MOST_RANKS], mine = 5;
+  if (rank->number == 2) usleep(300000);  // too late
+  return run_rank(rank, gather(rank->transport, &mine, sizeof mine, all));
+}
+
+static void *gather_own_size(void *arg)
+{
+  struct rank *rank = arg;
+  char all[MOST_RANKS * 8], mine[8] = { 0 };
+  return run_rank(rank, gather(rank->transport, mine, rank->number == 1 ? 7 : 8, all));
+}
+
+static void *gather_after_failure(void *arg)
+{
+  struct rank *rank = arg;
+  char byte = 0, all[MOST_RANKS];
+  const double begin_s = now_s();
+  enum swathe_status status = SWATHE_OK;
+  if (rank->number < 2) status = post_one(rank->transport, rank->number, 1 - rank->number, &byte,
+                                          rank->number ? 1 : 2);
+  if (!status && rank->number < 2) status = wait(rank->transport);
+  if (!status) status = gather(rank->transport, &byte, 1, all);
+  run_rank(rank, status);
+  rank->seconds = now_s() - begin_s;
+  return rank;
+}
+
+static void gathers_fail_together(void **state)
+{
+  const char *const absent[] = { "1 of 4 ranks", "rank 2", NULL };
+  const char *const sizes[] = { "rank 1 gathers 7", NULL }, *const other[] = { "gathers 8", NULL };
+  const char *const failed[] = { "which failed", "1 bytes", NULL };
+  (void)state;
+  struct rank all[MOST_RANKS] = { { 0 } };
+  struct swathe_threads *group = make_group(4, 0.1);
+  run_ranks(group, all, 4, 1, gather_unless_rank_2);
+  for (int r = 0; r < 4; r++) {
+    assert_int_equal(all[r].status, SWATHE_TIMEOUT);
+    assert_int_equal(all[r].again, SWATHE_TIMEOUT);
+    expect_words(all[r].words, absent);
+  }
+  swathe_threads_destroy(group);
+
+  group = make_group(2, 60);
+  memset(all, 0, sizeof all);
+  run_ranks(group, all, 2, 1, gather_own_size);
+  for (int r = 0; r < 2; r++) {
+    assert_int_equal(all[r].status, SWATHE_DISAGREE);
+    expect_words(all[r].words, sizes + (strstr(all[r].words, "rank 1 gathers 7") ? 0 : 1));
+    expect_words(all[r].words, other);
+  }
+  swathe_threads_destroy(group);
+
+  group = make_group(3, 60);
+  memset(all, 0, sizeof all);
+  run_ranks(group, all, 3, 1, gather_after_failure);
+  assert_int_equal(all[0].status, SWATHE_DISAGREE);
+  assert_int_equal(all[1].status, SWATHE_DISAGREE);
+  assert_int_equal(all[2].status, SWATHE_TRANSPORT);
+  expect_words(all[2].words, failed);
+  assert_true(all[2].seconds < 10);
+  swathe_threads_destroy(group);
+}
+
+// ---- Faults at random --------------------------------------------------------------------------
+
+enum fault { HEALTHY, ABSENT, LATE, WRONG_BYTES, ABORTS, SKIPS_GATHER, FAULTS };
+enum { RING_BYTES = 300000, CANARY = 0x6b };
+
+// Two rounds of a ring with a gather after each.  When a call fails, the rank paints its buffer: from
+// then on nobody may write there.
+static void *ring_with_a_fault(void *arg)
+{
+  struct rank *rank = arg;
+  uint64_t seed = rank->seed;
+  const int culprit = below(&seed, rank->ranks), when = below(&seed, 2);
+  const enum fault kind = (enum fault)below(&seed, FAULTS);
+  const size_t bytes = (size_t)(1 + below(&seed, below(&seed, 2) ? RING_BYTES : 200));
+  const int next = (rank->number + 1) % rank->ranks, previous = (rank->number + rank->ranks - 1) % rank->ranks;
+  char *sent = malloc(RING_BYTES + 8), all[MOST_RANKS], mine = (char)rank->number;
+  enum swathe_status status = SWATHE_OK;
+  memset(sent, 1 + rank->number, RING_BYTES + 8);
+  for (int round = 0; round < 2 && !status; round++) {
+    const enum fault fault = rank->number == culprit && round == when ? kind : HEALTHY;
+    if (fault == ABSENT) break;
+    if (fault == LATE) usleep((useconds_t)below(&seed, 30000));
+    if (fault == ABORTS) swathe_threads_abort(rank->group, rank->number, "a fault");
+    const size_t sent_bytes = bytes + (fault == WRONG_BYTES);
+    const struct sw_transport_message messages[] = { { rank->buffer, bytes, previous, false },
+                                                     { sent, sent_bytes, next, true } };
+    status = post(rank->transport, messages, 2);
+    bool done = false;
+    if (!status && below(&seed, 2)) status = test(rank->transport, &done);
+    if (!status) status = wait(rank->transport);
+    for (size_t i = 0; !status && i < bytes; i++)
+      if (rank->buffer[i] != 1 + previous)
+        snprintf(rank->failure, sizeof rank->failure, "byte %zu of %zu is %d", i, bytes, rank->buffer[i]);
+    if (!status && fault != SKIPS_GATHER) status = gather(rank->transport, &mine, 1, all);
+    for (int r = 0; !status && fault != SKIPS_GATHER && r < rank->ranks; r++)
+      if (all[r] != r) snprintf(rank->failure, sizeof rank->failure, "gathered %d from %d", all[r], r);
+  }
+  run_rank(rank, status);
+  if (status) memset(rank->buffer, CANARY, rank->bytes);
+  if (status && (rank->again != status || !rank->words[0]))
+    snprintf(rank->failure, sizeof rank->failure, "the failure did not stay");
+  free(sent);
+  return rank;
+}
+
+// A fault in one rank never hangs another, and never harms the memory of one that has been told.
+static void random_faults_never_hang(void **state)
+{
+  enum { CASES = 1000 };
+  static char buffers[MOST_RANKS][RING_BYTES + 8];
+  int failed = 0, sound = 0;
+  (void)state;
+  alarm(240);  // the watchdog
+  for (uint64_t seed = 0; seed < CASES; seed++) {
+    const int ranks = 2 + (int)(mix(seed) % 4);
+    struct rank all[MOST_RANKS] = { { 0 } };
+    struct swathe_threads *group = make_group(ranks, 0.02);
+    for (int r = 0; r < ranks; r++) all[r].buffer = buffers[r], all[r].bytes = sizeof buffers[r];
+    run_ranks(group, all, ranks, mix(seed), ring_with_a_fault);
+    for (int r = 0; r < ranks; r++) {
+      failed += all[r].status != SWATHE_OK;
+      sound += all[r].status == SWATHE_OK;
+      for (size_t i = 0; all[r].status && i < sizeof buffers[r]; i++)
+        if (buffers[r][i] != CANARY)
+          fail_msg("seed %llu: byte %zu of rank %d was written after its failure",
+                   (unsigned long long)seed, i, r);
+    }
+    swathe_threads_destroy(group);
+  }
+  alarm(0);
+  assert_true(failed > CASES / 2);
+  assert_true(sound > CASES / 10);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+    cmocka_unit_test(random_messages_arrive),
+    cmocka_unit_test(one_rank_moves_a_message),
+    cmocka_unit_test(alone),
+    cmocka_unit_test(bad_calls_are_refused),
+    cmocka_unit_test(different_sizes_disagree),
+    cmocka_unit_test(missing_peer_times_out),
+    cmocka_unit_test(abort_wakes_everyone),
+    cmocka_unit_test(gathers_fail_together),
+    cmocka_unit_test(random_faults_never_hang),
+  };
+  return cmocka_run_group_tests(tests, NULL, NULL);
+}
