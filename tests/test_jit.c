@@ -100,7 +100,6 @@ static void remove_tree(const char *path)
   if (exists(path)) nftw(path, remove_one, 16, FTW_DEPTH | FTW_PHYS);
 }
 
-static int entries_with(const char *suffix);
 static const char *counted_suffix;
 static int counted;
 static int count_one(const char *path, const struct stat *info, int kind, struct FTW *place)
@@ -1104,11 +1103,7 @@ static void jobs_run_in_the_background(void **state)
     if (now() - start < 0.25) assert_false(done);
     for (int i = 0; i < 4; i++) {
       char *log = NULL;
-      while (!done || i != 3) {
-        assert_int_equal(sw_jit_job_poll(jobs[i], &done), SWATHE_OK);
-        if (done) break;
-        nap(1e-3);
-      }
+      for (done = false; !done; nap(1e-3)) assert_int_equal(sw_jit_job_poll(jobs[i], &done), SWATHE_OK);
       assert_int_equal(sw_jit_job_finish(jobs[i], 0, &log), SWATHE_OK);
       assert_null(log);
     }
