@@ -105,18 +105,19 @@ return {
         { "vectors",     { 1, 2, 3, 4 },            "vectors of query rows in a panel" },
         { "pack",        { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
                                                     "query heads of one key head in a panel" },
-        { "panels",      { 1, 2, 3, 4, 6, 8 },      "panels of a tile, one after the other in position" },
+        { "panels",      { 1, 2, 3, 4, 6, 8 },      "panels of a tile, one after the other" },
         { "rows_k",      { 4, 6, 8, 12, 16 },       "keys whose scores stay in registers" },
         { "rows_d",      { 2, 4, 8, 16 },           "dims of dq that stay in registers" },
         { "rows_j",      { 4, 6, 8, 12, 16 },       "keys whose dk or dv stay in registers" },
-        { "vectors_d",   { 1, 2, 3, 4, 5 },         "vectors of dims of dk or dv that stay in registers" },
+        { "vectors_d",   { 1, 2, 3, 4, 5 },         "vectors of dims of dk or dv in registers" },
         { "block_k",     { 48, 64, 96, 128, 192 },  "keys in a packed block" },
         { "ring_blocks", { 32, 128, 512 },          "most packed blocks a thread keeps" },
       },
       derive = {
         { "panel_tokens",  function(c) return c.lanes * c.vectors // c.pack end,
           "query positions of a panel" },
-        { "tile_tokens",   function(c) return c.panel_tokens * c.panels end, "query positions of a tile" },
+        { "tile_tokens",   function(c) return c.panel_tokens * c.panels end,
+          "query positions of a tile" },
         { "key_vectors",   function(c)
             local step = math.max(c.lanes, c.rows_d)
             return (c.head_dim_qk + step - 1) // step * step // c.lanes
@@ -172,23 +173,39 @@ return {
       },
       default = function(c)
         local many = c.registers >= 32
-        local vectors = 2
-        local rows = many and 8 or 4
-        -- the head count that leaves the fewest lanes idle, the larger one of equals
-        local pack, idle = 1, 0
-        for _, p in ipairs { 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
-          local left = c.lanes * vectors % p
-          if c.gqa % p == 0 and p <= c.lanes * vectors and left <= idle then pack, idle = p, left end
+        local limited = c.left_limited == 1 and c.right_limited == 1
+        local window = limited and c.window_left + c.window_right + 1 or 4096
+        -- what a panel computes for each pair of query and key that see each other: it sees more
+        -- keys than each of its queries, some lanes idle, one vector alone asks for more loads
+        local vectors, pack, least = 2, 1, math.huge
+        for v = 2, many and 1 or 2, -1 do
+          for _, p in ipairs { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
+            local rows = c.lanes * v
+            if c.gqa % p == 0 and p <= rows then
+              local tokens = rows // p
+              local work = (window + tokens + 7) / window * rows / (tokens * p)
+              if v == 1 then work = 1.08 * work end
+              if work <= least then vectors, pack, least = v, p, work end
+            end
+          end
         end
-        local step = math.max(c.lanes, rows)
+        -- about 64 rows; more when each tile fetches the packed window from far beyond the L2
+        local panels = math.max(1, math.min(8, 64 // (c.lanes * vectors)))
+        if 8 * window * (c.head_dim_qk + c.head_dim_v) > 4 * c.l2_bytes then
+          panels = math.min(8, 2 * panels)
+        end
+
+        local rows, rows_d = many and 8 or 6, many and 8 or 4
+        local step = math.max(c.lanes, rows_d)
         local key_vectors = (c.head_dim_qk + step - 1) // step * step // c.lanes
         local value_vectors = (c.head_dim_v + c.lanes - 1) // c.lanes
         local vectors_d = 1
-        for wider = 2, many and 3 or 2 do
+        for wider = 2, many and 4 or 2 do
           if key_vectors % wider == 0 and value_vectors % wider == 0 then vectors_d = wider end
         end
-        return { vectors = vectors, pack = pack, panels = 2, rows_k = rows, rows_d = rows, rows_j = rows,
-                 vectors_d = vectors_d, block_k = 64, ring_blocks = 128 }
+        return { vectors = vectors, pack = pack, panels = panels, rows_k = rows, rows_d = rows_d,
+                 rows_j = vectors_d == 4 and 4 or rows, vectors_d = vectors_d,
+                 block_k = many and 64 or 96, ring_blocks = 128 }
       end,
     },
 

@@ -1,10 +1,10 @@
 // backward.c: dq, dk, dv (and dsink) of a band of keys per query, from q, k, v, out, lse and dout.
 //
-// Weights are made again from the lse instead of being kept.  As in forward.c a row is one query of one
-// head and vectors run over rows; only the sums for keys run over the dims of a head.  A panel is ROWS rows:
-// PANEL_TOKENS query positions times PACK query heads of one key head.  A tile is PANELS panels, one after
-// the other in position, so that a key's sums are loaded and stored once for all of them, while each panel
-// works only on the keys that it can see.
+// Weights are made again from the lse instead of being kept.  As in forward.c a row is one query of
+// one head, and vectors run over rows; only the sums for keys run over the dims of a head.  A panel
+// is ROWS rows: PANEL_TOKENS query positions times PACK query heads of one key head.  A tile is
+// PANELS panels, one after the other in position, so that a key's sums are loaded and stored once
+// for all of them, while each panel works only on the keys that it sees.
 //
 //   q, dq        [batch][token][kv_heads * GQA][HEAD_DIM_QK] elem, by strides
 //   out, dout    [batch][token][kv_heads * GQA][HEAD_DIM_V] elem, by strides; dout's may be 0
@@ -17,27 +17,28 @@
 //     P^T  = exp2(K Q^T - lse), masked       [keys][ROWS]
 //     dS^T = P^T * (V dO^T - delta)          [keys][ROWS]
 //     dQ^T = dQ^T + K^T dS^T                 [HEAD_DIM_QK][ROWS]
-//   and for all panels:
-//     dV = dV + P^T dO,  dK = dK + dS^T Q    [keys][dim], which stay with the packed block
+//   and for all panels at once:
+//     dV = dV + P^T dO,  dK = dK + dS^T Q    [keys][dim], kept beside the packed block
 //   dq = dQ * scale
 //
-// A sum takes its terms in the order of tiles, head groups and rows, whatever the blocks, the slots or the
-// threads: the scale is folded into Q so that what leaves the block cache and returns is the sum itself.
+// A sum takes its terms in the order of tiles, head groups and rows, whatever the slots or the
+// threads: the scale is folded into Q, so what leaves the block cache and returns is the sum
+// itself.
 
 enum {
   ROWS         = LANES * VECTORS,     // rows of a panel
   TILE_ROWS    = ROWS * PANELS,
-  K_STRIDE     = LANES * KEY_VECTORS,    // floats from key to key in packed blocks, 0 behind the head's dims;
-  V_STRIDE     = LANES * VALUE_VECTORS,  // the same for rows of Q and dO
-  P_STRIDE     = TILE_ROWS + LANES,   // from key to key in P^T and dS^T; one vector more than needed, because
-                                      // keys a power of two apart would fall on the same few cache sets
-  GRAIN        = ROWS_K > ROWS_J ? ROWS_K : ROWS_J,   // what a panel sees of a block is rounded to this
+  K_STRIDE     = LANES * KEY_VECTORS,    // from key to key in a packed block, from row to row of Q
+  V_STRIDE     = LANES * VALUE_VECTORS,  // and dO: in floats, 0 behind the dims of the head
+  P_STRIDE     = TILE_ROWS + LANES,   // from key to key in P^T and dS^T; a vector more than needed,
+                                      // for powers of two would fall on the same few cache sets
+  GRAIN        = ROWS_K > ROWS_J ? ROWS_K : ROWS_J,   // a panel's part of a block is rounded to it
   COLUMNS      = LANES * VECTORS_D,   // dims of a key that are summed at once
 };
 
 const sw_int64 backward_tile_tokens = TILE_TOKENS;
 
-// ---- what a thread works in ------------------------------------------------------------------------------
+// ---- what a thread works in ---------------------------------------------------------------------
 
 #define ALIGNED __attribute__((aligned(64)))
 
@@ -60,21 +61,22 @@ struct workspace {
   float ds[BLOCK_K * P_STRIDE] ALIGNED;           // dS^T
   float lse[TILE_ROWS] ALIGNED;                   // in powers of two
   float delta[TILE_ROWS] ALIGNED;
-  ivec lane_token[VECTORS];                       // each lane's query, counted from its panel's first
+  ivec lane_token[VECTORS];                       // each lane's query, from its panel's first on
   double dsink[GQA];                              // of the item at work
-  sw_int64 next_block;                            // blocks below this were seen before by this item
+  sw_int64 next_block;                            // this item has seen the blocks below it before
   sw_int64 slots;
   struct slot slot[];
 };
 
 sw_int64 backward_workspace(sw_int64 max_keys) {
-  return (sw_int64)sizeof(struct workspace) + block_slots(max_keys, TILE_TOKENS) * (sw_int64)sizeof(struct slot);
+  sw_int64 slots = block_slots(max_keys, TILE_TOKENS);
+  return (sw_int64)sizeof(struct workspace) + slots * (sw_int64)sizeof(struct slot);
 }
 
-// ---- a tile ----------------------------------------------------------------------------------------------
+// ---- a tile -------------------------------------------------------------------------------------
 
-// Lane m of a panel holds its query m / PACK, head m % PACK of the tile's heads.  Rows without a query are
-// all 0: they have P = 1, but dO, delta and so dS are 0, and they add nothing anywhere.
+// Lane m of a panel holds its query m / PACK, head m % PACK of the tile's heads.  Rows without a
+// query are all 0: they have P = 1, but dO, delta and so dS are 0, and they add nothing anywhere.
 struct tile {
   const struct sw_attention_args *args;
   const struct sw_unit *unit;
@@ -90,8 +92,15 @@ INLINE int panel_tokens(const struct tile *t, int panel) {
   return left < 0 ? 0 : left < PANEL_TOKENS ? left : PANEL_TOKENS;
 }
 
-// Copies a square of LANES rows, `rows` of which exist, at dims [at, at + LANES): as they are (times
-// `factor`) to `plain` [row][stride], and turned (times `factor_t`) to `turned` [dim][ROWS].
+// Where lane m of a panel finds its row: its token of q and its head.
+struct place { sw_int64 token, head; };
+
+INLINE struct place place_of(const struct tile *t, int panel, int m) {
+  return (struct place){ t->row + panel * PANEL_TOKENS + m / PACK, t->head + m % PACK };
+}
+
+// Copies a square of LANES rows, `rows` of which exist, at dims [at, at + LANES): as they are
+// (times `factor`) to `plain` [row][stride], and turned (times `factor_t`) to `turned` [dim][ROWS].
 INLINE void load_square(float *plain, int stride, float factor, float *turned, float factor_t,
                         const elem *const *from, int rows, int at, int dim) {
   float square[LANES * LANES] ALIGNED;
@@ -121,7 +130,7 @@ INLINE vec row_products(const float *dout, const elem *const *out, int rows) {
   return delta;
 }
 
-// Lays out LANES rows of a panel from lane m on: Q and dO both ways, lse, delta, and their part of dsink.
+// Lays out LANES rows of a panel from lane m on: Q and dO both ways, lse, delta; adds to dsink.
 OUTLINE void load_rows(struct workspace *w, const struct tile *t, int panel, int m) {
   const struct sw_attention_args *args = t->args;
   const elem *q[LANES], *out[LANES], *dout[LANES];
@@ -130,12 +139,11 @@ OUTLINE void load_rows(struct workspace *w, const struct tile *t, int panel, int
   for (int i = 0; i < LANES; i++) {
     w->lse[row + i] = 0;
     if (i >= rows) continue;
-    sw_int64 token = t->row + panel * PANEL_TOKENS + (m + i) / PACK, head = t->head + (m + i) % PACK;
-    q[i] = elem_at(&args->q, token, head, t->b);
-    out[i] = elem_at(&args->out, token, head, t->b);
-    dout[i] = elem_at(&args->dout, token, head, t->b);
-    float lse = *float_at(&args->lse, token, head, t->b);
-    if (lse > -__builtin_inff()) w->lse[row + i] = lse * LOG2E;   // else no key is seen: all is masked
+    struct place at = place_of(t, panel, m + i);
+    q[i] = elem_at(&args->q, at.token, at.head, t->b);
+    out[i] = elem_at(&args->out, at.token, at.head, t->b);
+    dout[i] = elem_at(&args->dout, at.token, at.head, t->b);
+    w->lse[row + i] = *float_at(&args->lse, at.token, at.head, t->b) * LOG2E;
   }
 
 //@ if SOFTCAP == 1 then
@@ -152,12 +160,12 @@ OUTLINE void load_rows(struct workspace *w, const struct tile *t, int panel, int
   store(w->delta + row, row_products(w->dout + row * V_STRIDE, out, rows));
 
 //@ if SINKS == 1 then
-  // A sink's weight in a row is exp(sink - lse); its value is 0, so d sink = weight * (0 - delta).
+  // A sink's weight in a row is exp(sink - lse) and its value 0: d sink = weight * (0 - delta).
   for (int i = 0; i < rows; i++) {
-    sw_int64 token = t->row + panel * PANEL_TOKENS + (m + i) / PACK, head = t->head + (m + i) % PACK;
-    float lse = *float_at(&args->lse, token, head, t->b);
-    if (lse > -__builtin_inff())
-      w->dsink[head - t->h * GQA] -= __builtin_expf(args->sink[head] - lse) * w->delta[row + i];
+    struct place at = place_of(t, panel, m + i);
+    float sink = args->sink[at.head], lse = *float_at(&args->lse, at.token, at.head, t->b);
+    if (sink > -__builtin_inff())
+      w->dsink[at.head - t->h * GQA] -= __builtin_expf(sink - lse) * w->delta[row + i];
   }
 //@ end
 }
@@ -172,14 +180,14 @@ OUTLINE void store_panel(const struct workspace *w, const struct tile *t, int pa
       int at = vector_start(d, HEAD_DIM_QK);
       transpose(square, LANES, w->dq_t[panel] + at * ROWS + m, ROWS);
       for (int i = 0; i < LANES && m + i < all; i++) {
-        sw_int64 token = t->row + panel * PANEL_TOKENS + (m + i) / PACK, head = t->head + (m + i) % PACK;
-        elem *to = (elem *)elem_at(&args->dq, token, head, t->b);
+        struct place row = place_of(t, panel, m + i);
+        elem *to = (elem *)elem_at(&args->dq, row.token, row.head, t->b);
         store_elem_row(to, at, HEAD_DIM_QK, load(square + i * LANES) * args->scale);
       }
     }
 }
 
-// ---- weights and what flows into them ----------------------------------------------------------------------
+// ---- weights and what flows into them -----------------------------------------------------------
 
 // P^T of ROWS_K keys: p[r][m] = exp2(k[r] . q[:, m] - lse[m]).  With a softcap the score is
 // softcap * tanh(k . q), and slope[r][m] gets the derivative of that by the score before the cap.
@@ -228,8 +236,8 @@ OUTLINE void mask_keys(float *p, const struct block *block, int row, sw_int64 ke
   }
 }
 
-// dS^T of ROWS_K keys: ds[r][m] = p[r][m] * (v[r] . dout[:, m] - delta[m]); with a softcap ds holds the
-// slope of each score beforehand and is multiplied by it.
+// dS^T of ROWS_K keys: ds[r][m] = p[r][m] * (v[r] . dout[:, m] - delta[m]); with a softcap ds holds
+// the slope of each score beforehand and is multiplied by it.
 OUTLINE void differentiate_weights(float *ds, const float *p, const float *v, const float *dout,
                                    const float *delta) {
 //@ for r = 0, ROWS_K - 1 do
@@ -260,7 +268,7 @@ OUTLINE void differentiate_weights(float *ds, const float *p, const float *v, co
 //@ end
 }
 
-// ---- sums ------------------------------------------------------------------------------------------------
+// ---- sums ---------------------------------------------------------------------------------------
 
 // dQ^T of ROWS_D dims: dq[d][m] += sum over `keys` keys j of k[j][d] * ds[j][m].
 OUTLINE void sum_for_queries(float *dq, const float *k, const float *ds, int keys) {
@@ -287,8 +295,8 @@ OUTLINE void sum_for_queries(float *dq, const float *k, const float *ds, int key
 //@ end
 }
 
-// dV, or dK, of ROWS_J keys and COLUMNS dims: sum[r][c] += sum over `rows` rows m of p[r][m] * x[m][c].
-//   stride   of sum and x, in floats
+// dV, or dK, of ROWS_J keys and COLUMNS dims: sum[r][c] += sum over `rows` rows m of
+// p[r][m] * x[m][c].  `stride` is that of sum and of x, in floats.
 OUTLINE void sum_for_keys(float *sum, const float *p, const float *x, sw_int64 stride, int rows) {
 //@ for r = 0, ROWS_J - 1 do
 //@ for c = 0, VECTORS_D - 1 do
@@ -314,15 +322,16 @@ OUTLINE void sum_for_keys(float *sum, const float *p, const float *x, sw_int64 s
 //@ end
 }
 
-// ---- the sums of a block and the runs --------------------------------------------------------------------
+// ---- the sums of a block and the runs -----------------------------------------------------------
 
-INLINE void copy_rows(float *to, sw_int64 to_stride, const float *from, sw_int64 from_stride, int dim,
-                      sw_int64 rows) {
+INLINE void copy_rows(float *to, sw_int64 to_stride, const float *from, sw_int64 from_stride,
+                      unsigned long dim, sw_int64 rows) {
   for (sw_int64 row = 0; row < rows; row++)
-    __builtin_memcpy(to + row * to_stride, from + row * from_stride, sizeof(float) * (unsigned long)dim);
+    __builtin_memcpy(to + row * to_stride, from + row * from_stride, sizeof(float) * dim);
 }
 
-// Writes the block's dk and dv to the runs that hold its keys, or with `back` takes up what it left there.
+// Writes the block's dk and dv to the runs that hold its keys, or with `back` takes up what it left
+// there.
 OUTLINE void exchange_sums(struct slot *slot, const struct tile *t, int back) {
   struct positions whole = { slot->block.number * BLOCK_K, (slot->block.number + 1) * BLOCK_K };
   for (sw_int64 r = t->unit->run_begin; r < t->unit->run_end; r++) {
@@ -351,14 +360,15 @@ static void leave_slot(struct slot *slot, const struct tile *t) {
   slot->block.number = -1;
 }
 
-// The slot that holds block `number`, made ready if another block was in it.  Tiles see their blocks in
-// ascending order and no tile sees less far than the one before, so a block that is new has the highest
-// number so far; any other has been here, and goes on from what it left.
+// The slot that holds block `number`, made ready if another block was in it.  Tiles see their
+// blocks in ascending order and no tile sees less far than the one before, so a block that is new
+// has the highest number so far; any other has been here, and goes on from what it left.
 static struct slot *visit_block(struct workspace *w, const struct tile *t, sw_int64 number) {
   struct slot *slot = &w->slot[number % w->slots];
   if (slot->block.number == number) return slot;
   leave_slot(slot, t);
-  pack_block(&slot->block, slot->k, K_STRIDE, slot->v, V_STRIDE, t->args, t->unit, number, t->b, t->h);
+  pack_block(&slot->block, slot->k, K_STRIDE, slot->v, V_STRIDE, t->args, t->unit, number, t->b,
+             t->h);
   if (slot->block.covered_keys) {
     __builtin_memset(slot->dk, 0, sizeof slot->dk);
     __builtin_memset(slot->dv, 0, sizeof slot->dv);
@@ -368,11 +378,12 @@ static struct slot *visit_block(struct workspace *w, const struct tile *t, sw_in
   return slot;
 }
 
-// ---- a tile, continued -----------------------------------------------------------------------------------
+// ---- a tile, continued --------------------------------------------------------------------------
 
 struct rows { int begin, end; };      // keys, as rows of a block
 
-// Which rows of a block a panel works on: those of the positions `here` that it sees, rounded to GRAIN.
+// Which rows of a block a panel works on: those of the positions `here` that it sees, rounded to
+// GRAIN.
 static struct rows rows_of_panel(const struct tile *t, int panel, const struct block *block,
                                  struct positions here) {
   const struct rows none_yet = { 0, 0 }, none_left = { BLOCK_K, BLOCK_K };
@@ -411,11 +422,11 @@ static void differentiate_panel(struct workspace *w, const struct tile *t, int p
                     ds + keys.begin * P_STRIDE, keys.end - keys.begin);
 }
 
-// sums[key][dim] += sum over the rows of the panels that see the key of weights[key][row] * x[row][dim].
+// sums[key][dim] += weights[key][row] * x[row][dim], over the rows of the panels that see the key.
 static void sum_block(float *sums, const float *weights, const float *x, int stride,
                       const struct rows *keys) {
   for (int d = 0; d < stride; d += COLUMNS) {
-    int panel = 0, end = 0;   // the panels that see a key follow each other, and both ends only grow
+    int panel = 0, end = 0;   // the panels that see a key follow each other; both ends only grow
     for (int row = keys[0].begin; row < keys[PANELS - 1].end; row += ROWS_J) {
       while (panel < PANELS && keys[panel].end <= row) panel++;
       while (end < PANELS && keys[end].begin <= row) end++;
@@ -442,7 +453,8 @@ static void backward_tile(struct workspace *w, const struct tile *t) {
     for (int m = 0; m < ROWS; m += LANES) load_rows(w, t, panel, m);
   __builtin_memset(w->dq_t, 0, sizeof w->dq_t);
 
-  struct positions seen = overlap(keys_of_some(t->position, t->tokens), unit_keys(t->args, t->unit));
+  struct positions seen = keys_of_some(t->position, t->tokens);
+  seen = overlap(seen, unit_keys(t->args, t->unit));
   while (seen.begin < seen.end) {
     sw_int64 number = seen.begin / BLOCK_K;
     struct positions here = overlap(seen, (struct positions){ 0, (number + 1) * BLOCK_K });
@@ -453,9 +465,10 @@ static void backward_tile(struct workspace *w, const struct tile *t) {
   for (int panel = 0; panel < PANELS; panel++) store_panel(w, t, panel);
 }
 
-// ---- items -----------------------------------------------------------------------------------------------
+// ---- items --------------------------------------------------------------------------------------
 
-static void backward_item(struct workspace *w, const struct sw_attention_args *args, sw_int64 item) {
+static void backward_item(struct workspace *w, const struct sw_attention_args *args,
+                          sw_int64 item) {
   sw_int64 unit = item / args->kv_heads / args->batch;
   struct tile t = { .args = args, .unit = args->units + unit };
   t.h = item % args->kv_heads;
@@ -483,19 +496,19 @@ static void backward_item(struct workspace *w, const struct sw_attention_args *a
 
 void backward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
   struct workspace *w = workspace;
-  if (HEAD_DIM_QK < K_STRIDE) __builtin_memset(w->q, 0, sizeof w->q);   // behind the dims it stays 0
-  if (HEAD_DIM_V < V_STRIDE) __builtin_memset(w->dout, 0, sizeof w->dout);
+  if (K_STRIDE - HEAD_DIM_QK > 0) __builtin_memset(w->q, 0, sizeof w->q);   // and 0 it stays there
+  if (V_STRIDE - HEAD_DIM_V > 0) __builtin_memset(w->dout, 0, sizeof w->dout);
   w->slots = block_slots(args->max_keys, TILE_TOKENS);
   for (int m = 0; m < ROWS; m++) ((int *)w->lane_token)[m] = m / PACK;
   for (sw_int64 item = begin; item < end; item++) backward_item(w, args, item);
 }
 
-// ---- gather ----------------------------------------------------------------------------------------------
+// ---- gather -------------------------------------------------------------------------------------
 
 enum { GATHER_ROWS = 16 };            // rows of one head that are summed at a time
 
-// Rows [begin, begin + rows) of one head, rows <= GATHER_ROWS: to = the sum of their terms, in order.
-//   values   0: dk, 1: dv
+// dk (or dv, with `values`) of rows [begin, begin + rows) of one head, rows <= GATHER_ROWS: the sum
+// of their terms, in the order of the terms.
 INLINE void gather_rows(const struct sw_gather_args *args, int values, int dim, sw_int64 begin,
                         sw_int64 rows, sw_int64 h, sw_int64 b) {
   float sums[GATHER_ROWS * (HEAD_DIM_QK > HEAD_DIM_V ? HEAD_DIM_QK : HEAD_DIM_V)];
