@@ -1,9 +1,10 @@
-// device_cpu.c: the processors as a device: memory, and a launch that shares its items among threads.
+// device_cpu.c: the processors as a device: memory, and a launch that shares its items among
+// threads.
 //
-// A launch is cut into ranges of `grain` items; threads take them one by one from an atomic counter, so a
-// slow thread takes fewer.  The calling thread takes ranges too and lets the exchange progress between
-// them and while it waits for the last of the others.  Threads are made by the first launch that has work
-// for them and sleep between launches; a forked child makes its own.
+// A launch is cut into ranges of `grain` items; threads take them one by one from an atomic
+// counter, so a slow thread takes fewer.  The calling thread takes ranges too and lets the exchange
+// progress between them and while it waits for the last of the others.  Threads are made by the
+// first launch that has work for them and sleep between launches; a forked child makes its own.
 #include "device.h"
 
 #include <assert.h>
@@ -152,7 +153,8 @@ static void run_ranges(struct sw_device *device, int32_t index)
     if (range >= device->ranges) return;
     const int64_t begin = range * launch->grain;
     const int64_t left = launch->items - begin;
-    launch->kernel(launch->args, begin, begin + (left < launch->grain ? left : launch->grain), workspace);
+    launch->kernel(launch->args, begin, begin + (left < launch->grain ? left : launch->grain),
+                   workspace);
     if (index == 0 && launch->idle) launch->idle(launch->idle_arg);
   }
 }
@@ -193,8 +195,8 @@ static void init_synchronisation(struct sw_device *device)
   pthread_condattr_destroy(&monotonic);
 }
 
-// Brings the number of running members to `count`, or as many as the system grants.  They take no signals:
-// those are the host program's.
+// Brings the number of running members to `count`, or as many as the system grants.  They take no
+// signals: those are the host program's.
 static void start_members(struct sw_device *device, int32_t count)
 {
   sigset_t all, before;
@@ -224,7 +226,8 @@ enum swathe_status sw_device_cpu_create(int32_t threads, struct sw_device **devi
 {
   assert(threads >= 1);
   struct sw_device *device = calloc(1, sizeof *device);
-  if (!device) return sw_fail(SWATHE_NO_MEMORY, "no memory for a device of %d threads", (int)threads);
+  if (!device)
+    return sw_fail(SWATHE_NO_MEMORY, "no memory for a device of %d threads", (int)threads);
   device->workspaces = calloc((size_t)threads, sizeof *device->workspaces);
   device->members = calloc((size_t)threads, sizeof *device->members);
   device->threads = threads;
@@ -246,12 +249,14 @@ void sw_device_destroy(struct sw_device *device)
     device->stop = true;
     pthread_cond_broadcast(&device->begin);
     pthread_mutex_unlock(&device->mutex);
-    for (int32_t i = 1; i <= device->member_count; i++) pthread_join(device->members[i].thread, NULL);
+    for (int32_t i = 1; i <= device->member_count; i++)
+      pthread_join(device->members[i].thread, NULL);
     pthread_cond_destroy(&device->begin);
     pthread_cond_destroy(&device->end);
     pthread_mutex_destroy(&device->mutex);
   }
-  for (int32_t i = 0; device->workspaces && i < device->threads; i++) free(device->workspaces[i].memory);
+  for (int32_t i = 0; device->workspaces && i < device->threads; i++)
+    free(device->workspaces[i].memory);
   free(device->workspaces);
   free(device->members);
   free(device);

@@ -1,8 +1,9 @@
 // jit.c: source -> cached binary -> loaded image.
 //
-// The order of a load: who is the compiler (its identity is part of the key, and is itself remembered in
-// the cache, so that a warm start starts no process) -> cache -> the right to compile -> cache again ->
-// compile -> publish -> dlopen from memory.  What was compiled is used from memory and never read back.
+// The order of a load: who is the compiler (its identity is part of the key, and is itself
+// remembered in the cache, so that a warm start starts no process) -> cache -> the right to compile
+// -> cache again -> compile -> publish -> dlopen from memory.  What was compiled is used from
+// memory and never read back.
 #include "jit.h"
 
 #include "jit_cache.h"
@@ -59,14 +60,14 @@ struct sw_jit {
 
   pthread_mutex_t compiler_mutex;   // of the rest; `identity` stands still once `identified`
   bool identified, recorded;
-  struct sw_jit_cc *cc;             // NULL: none here, the identity is the last one the cache has seen
+  struct sw_jit_cc *cc;             // NULL: none here; the identity is the last the cache has seen
   char path[PATH_MAX], version[LINE], machine[LINE], problem[1024];
   char *identity;                   // version, machine and arguments, a line each
 };
 
 struct sw_jit_image {
   void *handle;
-  int memory;                       // kept open as long as the image: glibc knows images by "/proc/self/fd/N"
+  int memory;                       // open as long as the image: glibc knows it by /proc/self/fd/N
   char name[64];
 };
 
@@ -99,7 +100,8 @@ enum swathe_status sw_jit_open(const char *directory, const char *compiler, stru
 
   enum swathe_status status = sw_jit_cache_open(directory, &jit->cache);
   jit->command = strdup(choose_compiler(compiler));
-  if (!status && !jit->command) status = sw_fail(SWATHE_NO_MEMORY, "no memory for the kernel cache");
+  if (!status && !jit->command)
+    status = sw_fail(SWATHE_NO_MEMORY, "no memory for the kernel cache");
   if (status) {
     sw_jit_close(jit);
     return status;
@@ -144,19 +146,20 @@ static void digest_text(const char *text, char *hex)
 static void note_name(const struct sw_jit *jit, char *name, size_t size)
 {
   char hex[KEY_TEXT], *text = NULL;
-  if (asprintf(&text, "%s%s", sw_jit_cc_stamp(jit->cc), sw_jit_cc_arguments(jit->cc)) < 0) text = NULL;
+  if (asprintf(&text, "%s%s", sw_jit_cc_stamp(jit->cc), sw_jit_cc_arguments(jit->cc)) < 0)
+    text = NULL;
   digest_text(text ? text : "", hex);
   free(text);
   snprintf(name, size, "compilers/%.32s", hex);
 }
 
-static bool adopt_identity(struct sw_jit *jit, const char *identity)
+static enum swathe_status adopt_identity(struct sw_jit *jit, const char *identity)
 {
   jit->identity = strdup(identity);
-  if (!jit->identity) return false;
+  if (!jit->identity) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
   const size_t line = strcspn(identity, "\n");
   snprintf(jit->version, sizeof jit->version, "%.*s", (int)line, identity);
-  return true;
+  return SWATHE_OK;
 }
 
 // Asks the compiler, unless the cache remembers what this very compiler said.
@@ -172,8 +175,7 @@ static enum swathe_status identify_found(struct sw_jit *jit, double deadline_s)
     snprintf(text, sizeof text, "%s\n%s\n%.1024s\n", jit->version, jit->machine,
              sw_jit_cc_arguments(jit->cc));
   }
-  if (!adopt_identity(jit, text)) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
-  return SWATHE_OK;
+  return adopt_identity(jit, text);
 }
 
 // Under compiler_mutex.  A failure is not remembered: a compiler may be installed meanwhile.
@@ -188,8 +190,7 @@ static enum swathe_status identify_locked(struct sw_jit *jit, double deadline_s)
   } else if (status == SWATHE_COMPILE) {
     snprintf(jit->problem, sizeof jit->problem, "%s", swathe_error());
     if (sw_jit_cache_read_note(jit->cache, "compilers/last", text, sizeof text))
-      status = adopt_identity(jit, text) ? SWATHE_OK
-                                         : sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
+      status = adopt_identity(jit, text);
   }
   jit->identified = status == SWATHE_OK;
   if (status) {
@@ -208,8 +209,8 @@ static enum swathe_status identify(struct sw_jit *jit, double deadline_s)
   return status;
 }
 
-// After the first binary of this compiler is in the cache: what it said, for warm starts; and that it was
-// the last one, for machines that have the cache but no compiler.
+// After the first binary of this compiler is in the cache: what it said, for warm starts; and that
+// it was the last one, for machines that have the cache but no compiler.
 static void record_compiler(struct sw_jit *jit)
 {
   char name[64];
@@ -279,7 +280,8 @@ static bool find_kept(struct sw_jit *jit, const char *key, struct binary *binary
 
 static bool find(struct sw_jit *jit, const char *key, struct binary *binary)
 {
-  return find_kept(jit, key, binary) || sw_jit_cache_read(jit->cache, key, &binary->bytes, &binary->size);
+  return find_kept(jit, key, binary) ||
+         sw_jit_cache_read(jit->cache, key, &binary->bytes, &binary->size);
 }
 
 // Removes what the caches hold under `key`: it was verified, and yet it does not load.
@@ -359,7 +361,8 @@ static void land(struct sw_jit *jit, struct flight *flight)
   pthread_mutex_unlock(&jit->mutex);
 }
 
-// The right to compile, among processes.  -1: after `end`, or where locks do not work; then compile anyway.
+// The right to compile, among processes.  -1: after `end`, or where locks do not work; then compile
+// anyway.
 static int wait_for_lock(struct sw_jit *jit, const char *key, double end)
 {
   double nap_s = shortest_nap_s;
@@ -393,7 +396,8 @@ static enum swathe_status compile(struct sw_jit *jit, const struct sw_jit_reques
   struct sw_jit_cc_run *run;
   enum swathe_status status = start_compiler(jit, request, &run);
   if (!status)
-    status = sw_jit_cc_finish(run, deadline_s, &binary->bytes, &binary->size, &report->compile_s, log);
+    status =
+        sw_jit_cc_finish(run, deadline_s, &binary->bytes, &binary->size, &report->compile_s, log);
   if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
   publish(jit, report->key, request->name, request->isa, binary);
   return SWATHE_OK;
@@ -450,8 +454,8 @@ static enum swathe_status open_image(const char *path, void **handle)
 }
 
 // No file at all: the image lives in memory only.
-static enum swathe_status load_from_memory(const struct binary *binary, const char *name, void **handle,
-                                           int *memory_out)
+static enum swathe_status load_from_memory(const struct binary *binary, const char *name,
+                                           void **handle, int *memory_out)
 {
   char path[64];
   int memory = memfd_create(name, MFD_CLOEXEC | MFD_EXEC);
@@ -467,7 +471,8 @@ static enum swathe_status load_from_memory(const struct binary *binary, const ch
 }
 
 // Where memory files are refused: a private file, gone as soon as it is loaded.
-static enum swathe_status load_from_file(const struct binary *binary, const char *directory, void **handle)
+static enum swathe_status load_from_file(const struct binary *binary, const char *directory,
+                                         void **handle)
 {
   char path[PATH_MAX];
   if (snprintf(path, sizeof path, "%s/swathe-XXXXXX", directory) >= (int)sizeof path)
@@ -503,8 +508,9 @@ static enum swathe_status load(struct sw_jit *jit, const struct binary *binary, 
   return SWATHE_OK;
 }
 
-enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *request, double deadline_s,
-                               struct sw_jit_image **image, struct sw_jit_report *report, char **log)
+enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *request,
+                               double deadline_s, struct sw_jit_image **image,
+                               struct sw_jit_report *report, char **log)
 {
   struct binary binary = { NULL, 0 };
   struct sw_jit_report own;
@@ -523,8 +529,8 @@ enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *
   return status;
 }
 
-enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request, double deadline_s,
-                               struct sw_jit_report *report, char **log)
+enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request,
+                               double deadline_s, struct sw_jit_report *report, char **log)
 {
   struct binary binary = { NULL, 0 };
   struct sw_jit_report own;
@@ -548,7 +554,7 @@ void sw_jit_unload(struct sw_jit_image *image)
   if (!image) return;
   dlclose(image->handle);
   if (image->memory >= 0) {
-    // An image that chose to stay must keep its number: another image under it would be taken for it.
+    // An image that chose to stay keeps its number: the next one under it would be taken for it.
     snprintf(path, sizeof path, "/proc/self/fd/%d", image->memory);
     void *stayed = dlopen(path, RTLD_LAZY | RTLD_NOLOAD);
     if (stayed) dlclose(stayed);

@@ -1,7 +1,7 @@
 // jit_cache.c: where the cache of compiled kernels is, and its files.
 //
-// Every file is written under a temporary name in its own directory, synced and renamed, so a reader sees a
-// whole file or none; what a reader sees is checked against its digest all the same.
+// Every file is written under a temporary name in its own directory, synced and renamed, so a
+// reader sees a whole file or none; what a reader sees is checked against its digest all the same.
 #include "jit_cache.h"
 
 #include <errno.h>
@@ -66,7 +66,8 @@ static bool may_be_written(const char *path)
   return S_ISDIR(file.st_mode) && faccessat(AT_FDCWD, ancestor, W_OK | X_OK, AT_EACCESS) == 0;
 }
 
-// Takes parent/tail as the cache if `parent` is an absolute path other than "/" and it is there or can be.
+// Takes parent/tail as the cache if it is there or can be.  No parent but an absolute path other
+// than "/" will do.
 static bool choose_below(struct sw_jit_cache *cache, const char *parent, const char *tail)
 {
   struct stat file;
@@ -82,7 +83,8 @@ static bool choose_named(struct sw_jit_cache *cache, const char *directory)
   char here[PATH_MAX] = "";
   if (!directory || !*directory) return false;
   if (*directory != '/' && !getcwd(here, sizeof here)) return false;
-  const int length = snprintf(cache->path, sizeof cache->path, "%s%s%s", here, *here ? "/" : "", directory);
+  const int length =
+      snprintf(cache->path, sizeof cache->path, "%s%s%s", here, *here ? "/" : "", directory);
   return length < (int)sizeof cache->path;
 }
 
@@ -100,7 +102,8 @@ static void choose(struct sw_jit_cache *cache, const char *directory)
   if (choose_below(cache, getenv("TMPDIR"), private_name)) return;
   if (choose_below(cache, "/tmp", private_name)) return;
   cache->path[0] = 0;
-  snprintf(cache->problem, sizeof cache->problem, "no directory for it: neither a home nor /tmp is usable");
+  snprintf(cache->problem, sizeof cache->problem,
+           "no directory for it: neither a home nor /tmp is usable");
 }
 
 // ---- Whose it is -------------------------------------------------------------------------------
@@ -131,7 +134,7 @@ static void open_directory(struct sw_jit_cache *cache)
   if (file.st_uid != geteuid()) refuse(cache, "belongs to another user");
   else if (file.st_mode & foreign)
     refuse(cache, cache->in_temporary ? "is open to other users (wanted: chmod 0700)"
-                                                : "can be written by other users (wanted: chmod go-w)");
+                                      : "can be written by other users (wanted: chmod go-w)");
   if (cache->refused) close(directory);
   else cache->directory = directory;
 }
@@ -143,7 +146,8 @@ static void warn_once(struct sw_jit_cache *cache, const char *what, int error)
   cache->warned = true;
   pthread_mutex_unlock(&cache->mutex);
   if (!warned)
-    sw_warn("the kernel cache %s cannot be written (%s: %s): kernels are compiled again in each process",
+    sw_warn("the kernel cache %s cannot be written (%s: %s): "
+            "kernels are compiled again in each process",
             cache->path, what, strerror(error));
 }
 
@@ -235,8 +239,8 @@ static void entry_name(const char *key, const char *suffix, char *name)
   snprintf(name, NAME_BYTES, "%.2s/%s.%s", key, key + 2, suffix);
 }
 
-// A whole regular file of at most `most` bytes.  False if there is none or it cannot be read; *wrong says
-// whether something else stands in its place.
+// A whole regular file of at most `most` bytes.  False if there is none or it cannot be read;
+// *wrong says whether something else stands in its place.
 static bool read_file(int root, const char *name, size_t most, unsigned char **bytes, size_t *size,
                       bool *wrong)
 {
@@ -284,9 +288,10 @@ static bool write_all(int to, const void *bytes, size_t size)
   return true;
 }
 
-// head then body under a temporary name beside `name`, synced, renamed over it.  A warning if it fails.
-static bool write_file(struct sw_jit_cache *cache, const char *name, const void *head, size_t head_bytes,
-                       const void *body, size_t body_bytes)
+// head then body under a temporary name beside `name`, synced, renamed over it.  A warning if it
+// fails.
+static bool write_file(struct sw_jit_cache *cache, const char *name, const void *head,
+                       size_t head_bytes, const void *body, size_t body_bytes)
 {
   char temporary[NAME_BYTES + 32], directory[NAME_BYTES];
   uint64_t random = 0;
@@ -296,11 +301,13 @@ static bool write_file(struct sw_jit_cache *cache, const char *name, const void 
   snprintf(directory, sizeof directory, "%.*s", (int)strcspn(name, "/"), name);
 
   const char *step = "making a directory";
-  if (strchr(name, '/') && mkdirat(cache->directory, directory, 0700) && errno != EEXIST) goto failed;
+  if (strchr(name, '/') && mkdirat(cache->directory, directory, 0700) && errno != EEXIST)
+    goto failed;
   step = "writing an entry";
   const int to = openat(cache->directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (to < 0) goto failed;
-  bool written = write_all(to, head, head_bytes) && write_all(to, body, body_bytes) && fsync(to) == 0;
+  bool written =
+      write_all(to, head, head_bytes) && write_all(to, body, body_bytes) && fsync(to) == 0;
   int error = errno;
   if (close(to) && written) {
     written = false;
@@ -348,13 +355,15 @@ static const char *find_defect(const char *key, const unsigned char *file, size_
   if (memcmp(header.header_digest, wanted, sizeof wanted)) return "has a damaged header";
   key_bytes(key, wanted);
   if (memcmp(header.key, wanted, sizeof wanted)) return "holds another kernel";
-  if (header.payload_bytes != size - sizeof header || size == sizeof header) return "is cut or too long";
+  if (header.payload_bytes != size - sizeof header || size == sizeof header)
+    return "is cut or too long";
   digest(file + sizeof header, size - sizeof header, wanted);
   if (memcmp(header.payload_digest, wanted, sizeof wanted)) return "is damaged";
   return NULL;
 }
 
-bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned char **bytes, size_t *size)
+bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned char **bytes,
+                       size_t *size)
 {
   char name[NAME_BYTES];
   unsigned char *file = NULL;
@@ -365,7 +374,8 @@ bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned cha
 
   entry_name(key, "swk", name);
   const bool found = read_file(root, name, entry_bytes, &file, &file_bytes, &wrong);
-  const char *defect = wrong ? "is no regular file" : found ? find_defect(key, file, file_bytes) : NULL;
+  const char *defect = wrong ? "is no regular file" : NULL;
+  if (found) defect = find_defect(key, file, file_bytes);
   if (defect) sw_jit_cache_move_aside(cache, key, defect);
   if (!found || defect) {
     free(file);
@@ -388,8 +398,9 @@ void sw_jit_cache_move_aside(struct sw_jit_cache *cache, const char *key, const 
   if (renameat(root, name, root, aside) && errno != ENOENT) unlinkat(root, name, 0);
 }
 
-bool sw_jit_cache_write(struct sw_jit_cache *cache, const char *key, const struct sw_jit_cache_label *label,
-                        const unsigned char *bytes, size_t size)
+bool sw_jit_cache_write(struct sw_jit_cache *cache, const char *key,
+                        const struct sw_jit_cache_label *label, const unsigned char *bytes,
+                        size_t size)
 {
   char name[NAME_BYTES];
   struct header header;

@@ -6,9 +6,9 @@
 //   <2 hex>/<62 hex>.lock  held (flock) by whoever compiles that key; gone when it is done
 //   compilers/<name>       notes: what a compiler said about itself
 //
-// Whoever can write here runs code in every process that reads here, so the directory must be the user's own
-// and writable by nobody else.  Nothing here fails: a cache that cannot serve is a miss, one that cannot
-// be written is one warning.
+// Whoever can write here runs code in every process that reads here, so the directory must be the
+// user's own and writable by nobody else.  Nothing here fails: a cache that cannot serve is a miss,
+// one that cannot be written is one warning.
 #ifndef SW_JIT_CACHE_H
 #define SW_JIT_CACHE_H
 
@@ -21,23 +21,26 @@ enum swathe_status sw_jit_cache_open(const char *directory, struct sw_jit_cache 
 void sw_jit_cache_close(struct sw_jit_cache *cache);
 
 const char *sw_jit_cache_directory(struct sw_jit_cache *cache);  // "": memory only
-const char *sw_jit_cache_problem(const struct sw_jit_cache *cache);    // why it is memory only, or ""
+const char *sw_jit_cache_problem(const struct sw_jit_cache *cache); // why it is memory only, or ""
 bool sw_jit_cache_writable(struct sw_jit_cache *cache);
 // Creates the directory if need be.  False, with a warning, if it cannot be used.
 bool sw_jit_cache_prepare(struct sw_jit_cache *cache);
 
 // *bytes is to be freed.  False is a miss; a damaged entry is moved aside and is a miss.
-bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned char **bytes, size_t *size);
+bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned char **bytes,
+                       size_t *size);
 void sw_jit_cache_move_aside(struct sw_jit_cache *cache, const char *key, const char *why);
 
 // What the header says beside key and payload; for people.
 struct sw_jit_cache_label { const char *name, *isa, *compiler; };
-bool sw_jit_cache_write(struct sw_jit_cache *cache, const char *key, const struct sw_jit_cache_label *label,
-                        const unsigned char *bytes, size_t size);
+bool sw_jit_cache_write(struct sw_jit_cache *cache, const char *key,
+                        const struct sw_jit_cache_label *label, const unsigned char *bytes,
+                        size_t size);
 
 // The right to compile `key`, among all threads and processes.  `lock` >= 0 when held.
 enum sw_jit_cache_turn { SW_JIT_CACHE_HELD, SW_JIT_CACHE_BUSY, SW_JIT_CACHE_NO_LOCKS };
-enum sw_jit_cache_turn sw_jit_cache_try_lock(struct sw_jit_cache *cache, const char *key, int *lock);
+enum sw_jit_cache_turn sw_jit_cache_try_lock(struct sw_jit_cache *cache, const char *key,
+                                             int *lock);
 void sw_jit_cache_unlock(struct sw_jit_cache *cache, const char *key, int lock);
 
 // A text of at most `size` - 1 bytes, whole or not at all.

@@ -1,7 +1,8 @@
 // jit_cc.c: source text -> shared object, by a process of the system's C compiler.
 //
-// A compiler is a guest: it is started without forking this (possibly huge) process, gets none of its
-// files, works at low priority in a private directory, and its whole process group dies at the deadline.
+// A compiler is a guest: it is started without forking this (possibly huge) process, gets none of
+// its files, works at low priority in a private directory, and its whole process group dies at the
+// deadline.
 #include "jit_cc.h"
 
 #include <assert.h>
@@ -67,8 +68,8 @@ static bool is_program(const char *path)
   return stat(path, &file) == 0 && S_ISREG(file.st_mode) && access(path, X_OK) == 0;
 }
 
-// The absolute path of a program: as it stands when it holds a slash, else through PATH, of which only
-// absolute directories count.  `path` has PATH_MAX bytes.
+// The absolute path of a program: as it stands when it holds a slash, else through PATH, of which
+// only absolute directories count.  `path` has PATH_MAX bytes.
 static bool find_program(const char *word, char *path)
 {
   if (strchr(word, '/')) return realpath(word, path) && is_program(path);
@@ -118,14 +119,15 @@ enum swathe_status sw_jit_cc_find(const char *command, struct sw_jit_cc **cc_out
   char *rest = cc->text;
   for (char *word; (word = strtok_r(rest, " ", &rest)) != NULL;) {
     if (cc->word_count == WORDS - 1) {
-      status = sw_fail(SWATHE_COMPILE, "the compiler '%s' has more than %d words", command, WORDS - 1);
+      status =
+          sw_fail(SWATHE_COMPILE, "the compiler '%s' has more than %d words", command, WORDS - 1);
       goto free_cc;
     }
     cc->words[cc->word_count++] = word;
   }
   if (cc->word_count == 0 || !find_program(cc->words[0], cc->path)) {
     status = sw_fail(SWATHE_COMPILE,
-                     "no C compiler: '%s' is not found through PATH (install one, or name it in SWATHE_CC)",
+                     "no C compiler: '%s' is not in PATH (install one, or name it in SWATHE_CC)",
                      cc->word_count ? cc->words[0] : command);
     goto free_cc;
   }
@@ -238,7 +240,8 @@ static int describe_child(posix_spawn_file_actions_t *actions, posix_spawnattr_t
   int error = posix_spawn_file_actions_addopen(actions, 0, "/dev/null", O_RDONLY, 0);
   if (!error) error = posix_spawn_file_actions_adddup2(actions, output, 1);
   if (!error && with_stderr) error = posix_spawn_file_actions_adddup2(actions, output, 2);
-  if (!error && !with_stderr) error = posix_spawn_file_actions_addopen(actions, 2, "/dev/null", O_WRONLY, 0);
+  if (!error && !with_stderr)
+    error = posix_spawn_file_actions_addopen(actions, 2, "/dev/null", O_WRONLY, 0);
   if (!error && *directory) error = posix_spawn_file_actions_addchdir_np(actions, directory);
 #if __GLIBC_PREREQ(2, 34)
   // files that the host program opened without close-on-exec: sockets, GPUs
@@ -328,8 +331,8 @@ bool sw_jit_cc_done(struct sw_jit_cc_run *run)
   return run->ended;
 }
 
-// The end of the output wakes us at once; a grandchild that keeps it open (a compiler cache's server)
-// only costs WAKE_MS.
+// The end of the output wakes us at once; a grandchild that keeps it open (a compiler cache's
+// server) only costs WAKE_MS.
 static void wait_until(struct sw_jit_cc_run *run, double end)
 {
   while (!sw_jit_cc_done(run)) {
@@ -368,7 +371,8 @@ static struct sw_jit_cc_run *new_run(const struct sw_jit_cc *cc, const char *las
 static enum swathe_status judge(const struct sw_jit_cc_run *run, double deadline_s)
 {
   if (!run->ended)
-    return sw_fail(SWATHE_TIMEOUT, "'%s' did not end within %g s and was killed", run->command, deadline_s);
+    return sw_fail(SWATHE_TIMEOUT, "'%s' did not end within %g s and was killed", run->command,
+                   deadline_s);
   if (!run->status_known) return SWATHE_OK;  // its output speaks for it
   if (WIFSIGNALED(run->wait_status))
     return sw_fail(SWATHE_COMPILE, "'%s' was killed by signal %d (%s)", run->command,
@@ -405,8 +409,8 @@ enum swathe_status sw_jit_cc_ask(const struct sw_jit_cc *cc, const char *option,
 
 // ---- One compilation ---------------------------------------------------------------------------
 
-// words... flags... -o NAME.so NAME.c -l...   Libraries stand last, where every linker looks at them.
-// `text` is cut into words.  NULL without memory.
+// words... flags... -o NAME.so NAME.c -l...
+// Libraries stand last, where every linker looks at them.  `text` is cut.  NULL without memory.
 static char **make_arguments(const struct sw_jit_cc *cc, char *text, char *object, char *source)
 {
   const size_t most = (size_t)cc->word_count + strlen(text) / 2 + 6;
@@ -466,7 +470,8 @@ free_text:
 }
 
 // The shared object the compiler left.
-static enum swathe_status read_object(const struct sw_jit_cc_run *run, unsigned char **bytes, size_t *size)
+static enum swathe_status read_object(const struct sw_jit_cc_run *run, unsigned char **bytes,
+                                      size_t *size)
 {
   char path[PATH_MAX + 80];
   struct stat file;
@@ -476,7 +481,7 @@ static enum swathe_status read_object(const struct sw_jit_cc_run *run, unsigned 
       (size_t)file.st_size > binary_bytes) {
     if (object >= 0) close(object);
     return sw_fail(SWATHE_COMPILE, "'%s' left %s", run->command,
-                   object < 0 ? "no output" : file.st_size > 0 ? "no usable output" : "an empty file");
+                   object < 0 ? "no output" : file.st_size > 0 ? "no kernel" : "an empty file");
   }
   const size_t wanted = (size_t)file.st_size;
   unsigned char *content = malloc(wanted);
@@ -488,7 +493,8 @@ static enum swathe_status read_object(const struct sw_jit_cc_run *run, unsigned 
     got += (size_t)part;
   }
   close(object);
-  if (!content) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiled kernel of %zu bytes", wanted);
+  if (!content)
+    return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiled kernel of %zu bytes", wanted);
   if (got < wanted) {
     free(content);
     return sw_fail(SWATHE_COMPILE, "cannot read what '%s' left: %s", run->command, strerror(errno));
@@ -510,8 +516,9 @@ static char *take_log(struct sw_jit_cc_run *run)
   return log;
 }
 
-enum swathe_status sw_jit_cc_finish(struct sw_jit_cc_run *run, double deadline_s, unsigned char **bytes,
-                                    size_t *size, double *seconds, char **log)
+enum swathe_status sw_jit_cc_finish(struct sw_jit_cc_run *run, double deadline_s,
+                                    unsigned char **bytes, size_t *size, double *seconds,
+                                    char **log)
 {
   wait_until(run, sw_jit_cc_now() + deadline_s);
   enum swathe_status status = judge(run, deadline_s);

@@ -1,7 +1,7 @@
 // jit_cc.h: running the system's C compiler.  Private to jit*.c.
 //
-// A compiler is a command of one or more words; a run is one process of it in a private directory of its
-// own, which goes when the run is finished or killed.
+// A compiler is a command of one or more words; a run is one process of it in a private directory
+// of its own, which goes when the run is finished or killed.
 #ifndef SW_JIT_CC_H
 #define SW_JIT_CC_H
 
@@ -12,13 +12,16 @@ struct sw_jit_cc;
 // Seconds of a clock that only goes forward; what every deadline below counts from.
 double sw_jit_cc_now(void);
 
-// The compiler `command` names (words split at spaces), found through PATH.  SWATHE_COMPILE if it is not there.
+// The compiler `command` names (words split at spaces), found through PATH.  SWATHE_COMPILE if it
+// is not there.
 enum swathe_status sw_jit_cc_find(const char *command, struct sw_jit_cc **cc);
 void sw_jit_cc_free(struct sw_jit_cc *cc);
 
-const char *sw_jit_cc_path(const struct sw_jit_cc *cc);       // absolute
-const char *sw_jit_cc_arguments(const struct sw_jit_cc *cc);  // the words after the first, "" if none
-// Path, size, time and inode of every program the command names: changes when one of them is replaced.
+const char *sw_jit_cc_path(const struct sw_jit_cc *cc);  // absolute
+// The words after the first, "" if there are none.
+const char *sw_jit_cc_arguments(const struct sw_jit_cc *cc);
+// Path, size, time and inode of every program the command names: changes when one of them is
+// replaced.
 const char *sw_jit_cc_stamp(const struct sw_jit_cc *cc);
 
 // The first line the compiler prints when it is given `option`.
@@ -32,10 +35,11 @@ enum swathe_status sw_jit_cc_start(const struct sw_jit_cc *cc, const char *name,
                                    const char *flags, const char *last_resort,
                                    struct sw_jit_cc_run **run);
 bool sw_jit_cc_done(struct sw_jit_cc_run *run);  // without waiting
-// Waits, kills the process group at the deadline (SWATHE_TIMEOUT), and frees the run.  *bytes is to be
-// freed; so is *log, the compiler's output, which only a failure gives (NULL otherwise).
-enum swathe_status sw_jit_cc_finish(struct sw_jit_cc_run *run, double deadline_s, unsigned char **bytes,
-                                    size_t *size, double *seconds, char **log);
+// Waits, kills the process group at the deadline (SWATHE_TIMEOUT), and frees the run.  *bytes is to
+// be freed; so is *log, the compiler's output, which only a failure gives (NULL otherwise).
+enum swathe_status sw_jit_cc_finish(struct sw_jit_cc_run *run, double deadline_s,
+                                    unsigned char **bytes, size_t *size, double *seconds,
+                                    char **log);
 void sw_jit_cc_kill(struct sw_jit_cc_run *run);  // and frees it
 
 #endif

@@ -70,8 +70,8 @@ static void count_idle(void *arg)
 
 static struct record record;
 
-static void run(struct sw_device *device, int64_t items, int64_t grain, size_t workspace_bytes, bool idle,
-                long range_ns)
+static void run(struct sw_device *device, int64_t items, int64_t grain, size_t workspace_bytes,
+                bool idle, long range_ns)
 {
   struct record *address = &record;
   memset(&record, 0, sizeof record);
@@ -82,8 +82,13 @@ static void run(struct sw_device *device, int64_t items, int64_t grain, size_t w
   record.range_ns = range_ns;
   record.caller = pthread_self();
   const struct sw_device_launch launch = {
-    .kernel = visit, .args = &address, .items = items, .grain = grain, .workspace_bytes = workspace_bytes,
-    .idle = idle ? count_idle : NULL, .idle_arg = &record,
+    .kernel = visit,
+    .args = &address,
+    .items = items,
+    .grain = grain,
+    .workspace_bytes = workspace_bytes,
+    .idle = idle ? count_idle : NULL,
+    .idle_arg = &record,
   };
   assert_int_equal(sw_device_launch(device, &launch), SWATHE_OK);
   for (int64_t i = 0; i < MOST_ITEMS; i++) assert_int_equal(record.visits[i], i < items ? 1 : 0);
@@ -172,8 +177,12 @@ static void idle_goes_on_while_others_finish(void **state)
   memset(&record, 0, sizeof record);
   record.caller = caller;
   assert_int_equal(sw_device_cpu_create(2, &device), SWATHE_OK);
-  const struct sw_device_launch launch = { .kernel = one_is_slow, .args = &caller, .items = 2, .grain = 1,
-                                           .idle = count_idle, .idle_arg = &record };
+  const struct sw_device_launch launch = { .kernel = one_is_slow,
+                                           .args = &caller,
+                                           .items = 2,
+                                           .grain = 1,
+                                           .idle = count_idle,
+                                           .idle_arg = &record };
   assert_int_equal(sw_device_launch(device, &launch), SWATHE_OK);
   assert_true(record.idle_calls > 5);
   assert_int_equal(record.idle_elsewhere, 0);
