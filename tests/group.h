@@ -1,0 +1,26 @@
+// group.h: a group of ranks as threads, each with a layer over its share of one sequence.
+//
+// Knows the public header and sequence.h only.
+#ifndef GROUP_H
+#define GROUP_H
+
+#include "sequence.h"
+
+// One step of every rank, in order; a group's script is a string of them:
+//   'f' forward   'b' backward   'p' poison the outputs again   's' shard anew (same sharding)
+struct group_case {
+  struct swathe_context *context;
+  const struct swathe_problem *problem;
+  const struct swathe_sharding *sharding;
+  struct share_form form;
+  const char *script;
+  bool keep_halo;     // pass a halo buffer from forward to backward
+  double deadline_s;  // 0: 20 s
+};
+
+// Runs the script on all ranks and gathers the results into the sequence.  Not OK: `words` has the first
+// rank's failure.  `moved`: [ranks] bytes each rank received over all steps, or NULL.
+enum swathe_status group_run(const struct group_case *group, struct sequence *sequence, int64_t *moved,
+                             char *words, size_t size);
+
+#endif
