@@ -166,8 +166,8 @@ enum cli_exit cli_args_real(const struct cli_args *args, enum cli_option option,
   return CLI_OK;
 }
 
-enum cli_exit cli_args_exclude(const struct cli_args *args, enum cli_option one, enum cli_option other,
-                               const char *why)
+enum cli_exit cli_args_exclude(const struct cli_args *args, enum cli_option one,
+                               enum cli_option other, const char *why)
 {
   if (!args->value[one] || !args->value[other]) return CLI_OK;
   return cli_fail(CLI_BAD_USE, "%s and %s do not go together: %s", cli_args_name(one),
@@ -187,7 +187,7 @@ enum cli_exit cli_args_direction(const char *word, enum swathe_direction *direct
 // Prints words from column `column` on, broken before HELP_WIDTH; the cursor stands at `at`.
 static void print_wrapped(FILE *file, const char *text, int at, int column)
 {
-  if (at >= column) {
+  if (at > 0 && at >= column) {
     fputc('\n', file);
     at = 0;
   }

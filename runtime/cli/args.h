@@ -8,63 +8,67 @@
 #include <stdint.h>
 #include <stdio.h>
 
+// clang-format off: a table
 // X(option, name, argument or NULL for a flag, section of the help, help)
-#define CLI_OPTION_MAP(X)                                                                              \
-  X(MODEL, "model", "NAME", PROBLEM, "a preset; 'swathe models' lists them")                          \
-  X(PROBLEM, "problem", "NAME=VALUE,...",                                                             \
-    PROBLEM, "fields of the problem, over the preset's if both are given; 'swathe models NAME' "      \
-    "shows all fields")                                                                               \
-  X(WINDOW, "window", "N",                                                                            \
-    PROBLEM, "keys a query sees, its own included, causal, as model cards print it: the same as "     \
-    "--window-left N-1 --window-right 0")                                                             \
-  X(WINDOW_LEFT, "window-left", "N|unlimited", PROBLEM, "keys seen before the query's own")           \
-  X(WINDOW_RIGHT, "window-right", "N|unlimited", PROBLEM, "keys seen after the query's own")          \
-  X(DTYPE, "dtype", "f32|bf16", PROBLEM, "of q, k, v, out and their gradients; sums are f32")         \
-  X(SOFTCAP, "softcap", "X", PROBLEM, "scores become X * tanh(score / X); 0: off")                    \
-  X(SCALE, "scale", "X", PROBLEM, "multiplies q.k; 0: 1/sqrt(head_dim_qk)")                           \
-  X(TARGET, "target", "cpu|cuda", PROBLEM, "what kernels are made for; default cpu")                  \
-  X(RANKS, "ranks", "P", SEQUENCE, "context-parallel group size")                                     \
-  X(TOKENS, "tokens", "N",                                                                            \
-    SEQUENCE, "tokens of the whole sequence; default the documents' sum, else ranks times the "       \
-    "problem's tokens_per_rank")                                                                      \
-  X(LAYOUT, "layout", "contiguous|zigzag|zigzag-doc",                                                 \
-    SEQUENCE, "which tokens a rank holds; zigzag cuts the whole row, zigzag-doc each document")       \
-  X(DOCUMENTS, "documents", "N,N,...",                                                                \
-    SEQUENCE, "lengths of the packed documents in tokens; what --tokens leaves over is padding")      \
-  X(BATCH, "batch", "B", SEQUENCE, "rows of the batch; default 1")                                    \
-  X(ISA, "isa", "NAME",                                                                               \
-    CONTEXT, "instruction set of CPU kernels: avx512, avx2, neon, generic; default the best here")    \
-  X(DATABASE, "database", "FILE",                                                                     \
-    CONTEXT, "tuning database; default $SWATHE_DB, else tuning.db in the cache directory")            \
-  X(CACHE, "cache", "DIR",                                                                            \
-    CONTEXT, "directory of compiled kernels; default $SWATHE_CACHE_DIR, else the user's cache "       \
-    "directory")                                                                                      \
-  X(THREADS, "threads", "N",                                                                          \
-    CONTEXT, "compute threads of each rank; default all processors, shared by the ranks of a run")    \
-  X(CONFIG, "config", "TEXT",                                                                         \
-    VERB, "a point of the kernel's space, NAME=VALUE,...; default what a layer would use")            \
-  X(OUTPUT, "output", "FILE", VERB, "write the source to FILE instead of stdout")                     \
-  X(MESSAGES, "messages", NULL, VERB, "also list every message of the exchange")                      \
-  X(Q, "q", "FILE",                                                                                   \
-    VERB, "queries: float32 .npy, [tokens, heads, dim] or [batch, tokens, heads, dim]; heads and "    \
-    "dims come from the files")                                                                       \
-  X(K, "k", "FILE", VERB, "keys, likewise")                                                           \
-  X(V, "v", "FILE", VERB, "values, likewise")                                                         \
-  X(SINK, "sink", "FILE", VERB, "sink logits: float32 .npy, [query heads]")                           \
-  X(DOUT, "dout", "FILE", VERB, "gradient of out; without it files run forward only")                 \
-  X(OUT, "out", "DIR",                                                                                \
-    VERB, "write out.npy, lse.npy, dq.npy, dk.npy, dv.npy, dsink.npy there, in sequence order")       \
-  X(CHECK, "check", NULL, VERB, "compare with the reference; exit 1 if any error is above its limit") \
-  X(SEED, "seed", "N", VERB, "of the random data and of the tokens checked; default 1")               \
-  X(REPEAT, "repeat", "N", VERB, "run N times; best and median times are shown; default 1")           \
-  X(TRANSPORT, "transport", "threads", VERB, "how the ranks reach each other; threads of a process")  \
-  X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                    \
-  X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also measure what is thought unlikely to win")             \
-  X(AGAIN, "again", NULL, VERB, "measure even what the database already has")                         \
-  X(FORWARD, "forward", NULL, VERB, "only the forward pass")                                          \
-  X(BACKWARD, "backward", NULL, VERB, "only the backward pass")                                       \
-  X(JSON, "json", NULL, COMMON, "print one JSON document on stdout")                                  \
+#define CLI_OPTION_MAP(X)                                                                          \
+  X(MODEL, "model", "NAME", PROBLEM, "a preset; 'swathe models' lists them")                       \
+  X(PROBLEM, "problem", "NAME=VALUE,...", PROBLEM,                                                 \
+    "fields of the problem, over the preset's if both are given; 'swathe models NAME' "            \
+    "shows all fields")                                                                            \
+  X(WINDOW, "window", "N", PROBLEM,                                                                \
+    "keys a query sees, its own included, causal, as model cards print it: the same as "           \
+    "--window-left N-1 --window-right 0")                                                          \
+  X(WINDOW_LEFT, "window-left", "N|unlimited", PROBLEM, "keys seen before the query's own")        \
+  X(WINDOW_RIGHT, "window-right", "N|unlimited", PROBLEM, "keys seen after the query's own")       \
+  X(DTYPE, "dtype", "f32|bf16", PROBLEM, "of q, k, v, out and their gradients; sums are f32")      \
+  X(SOFTCAP, "softcap", "X", PROBLEM, "scores become X * tanh(score / X); 0: off")                 \
+  X(SCALE, "scale", "X", PROBLEM, "multiplies q.k; 0: 1/sqrt(head_dim_qk)")                        \
+  X(TARGET, "target", "cpu|cuda", PROBLEM, "what kernels are made for; default cpu")               \
+  X(RANKS, "ranks", "P", SEQUENCE, "context-parallel group size")                                  \
+  X(TOKENS, "tokens", "N", SEQUENCE,                                                               \
+    "tokens of the whole sequence; default the documents' sum, else ranks times the "              \
+    "problem's tokens_per_rank")                                                                   \
+  X(LAYOUT, "layout", "contiguous|zigzag|zigzag-doc", SEQUENCE,                                    \
+    "which tokens a rank holds; zigzag cuts the whole row, zigzag-doc each document")              \
+  X(DOCUMENTS, "documents", "N,N,...", SEQUENCE,                                                   \
+    "lengths of the packed documents in tokens; what --tokens leaves over is padding")             \
+  X(BATCH, "batch", "B", SEQUENCE, "rows of the batch; default 1")                                 \
+  X(ISA, "isa", "NAME", CONTEXT,                                                                   \
+    "instruction set of CPU kernels: avx512, avx2, neon, generic; default the best here")          \
+  X(DATABASE, "database", "FILE", CONTEXT,                                                         \
+    "tuning database; default $SWATHE_DB, else tuning.db in the cache directory")                  \
+  X(CACHE, "cache", "DIR", CONTEXT,                                                                \
+    "directory of compiled kernels; default $SWATHE_CACHE_DIR, else the user's cache "             \
+    "directory")                                                                                   \
+  X(THREADS, "threads", "N", CONTEXT,                                                              \
+    "compute threads of each rank; default all processors, shared by the ranks of a run")          \
+  X(CONFIG, "config", "TEXT", VERB,                                                                \
+    "a point of the kernel's space, NAME=VALUE,...; default what a layer would use")               \
+  X(OUTPUT, "output", "FILE", VERB, "write the source to FILE instead of stdout")                  \
+  X(MESSAGES, "messages", NULL, VERB, "also list every message of the exchange")                   \
+  X(Q, "q", "FILE", VERB,                                                                          \
+    "queries: float32 .npy, [tokens, heads, dim] or [batch, tokens, heads, dim]; heads and "       \
+    "dims come from the files")                                                                    \
+  X(K, "k", "FILE", VERB, "keys, likewise")                                                        \
+  X(V, "v", "FILE", VERB, "values, likewise")                                                      \
+  X(SINK, "sink", "FILE", VERB, "sink logits: float32 .npy, [query heads]")                        \
+  X(DOUT, "dout", "FILE", VERB, "gradient of out; without it files run forward only")              \
+  X(OUT, "out", "DIR", VERB,                                                                       \
+    "write out.npy, lse.npy, dq.npy, dk.npy, dv.npy, dsink.npy there, in sequence order")          \
+  X(CHECK, "check", NULL, VERB,                                                                    \
+    "compare with the reference; exit 1 if any error is above its limit")                          \
+  X(SEED, "seed", "N", VERB, "of the random data and of the tokens checked; default 1")            \
+  X(REPEAT, "repeat", "N", VERB, "run N times; best and median times are shown; default 1")        \
+  X(TRANSPORT, "transport", "threads", VERB,                                                       \
+    "how the ranks reach each other; threads of a process")                                        \
+  X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                 \
+  X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also measure what is thought unlikely to win")          \
+  X(AGAIN, "again", NULL, VERB, "measure even what the database already has")                      \
+  X(FORWARD, "forward", NULL, VERB, "only the forward pass")                                       \
+  X(BACKWARD, "backward", NULL, VERB, "only the backward pass")                                    \
+  X(JSON, "json", NULL, COMMON, "print one JSON document on stdout")                               \
   X(HELP, "help", NULL, COMMON, "print this")
+// clang-format on
 
 #define CLI_OPTION_NAME(option, name, argument, section, help) CLI_##option,
 enum cli_option { CLI_OPTION_MAP(CLI_OPTION_NAME) CLI_OPTION_COUNT };
@@ -119,8 +123,8 @@ enum cli_exit cli_args_real(const struct cli_args *args, enum cli_option option,
 bool cli_args_number(const char *text, int64_t *value, const char **end);
 
 // CLI_BAD_USE if both were given; `why` ends the sentence.
-enum cli_exit cli_args_exclude(const struct cli_args *args, enum cli_option one, enum cli_option other,
-                               const char *why);
+enum cli_exit cli_args_exclude(const struct cli_args *args, enum cli_option one,
+                               enum cli_option other, const char *why);
 
 // "forward" or "backward" as an operand.
 enum cli_exit cli_args_direction(const char *word, enum swathe_direction *direction);

@@ -86,10 +86,12 @@ struct input {
 };
 enum { INPUT_Q, INPUT_K, INPUT_V, INPUT_SINK, INPUT_DOUT, INPUT_COUNT };
 
-static enum cli_exit misshapen(const struct input *input, const struct input *other, const char *why)
+static enum cli_exit misshapen(const struct input *input, const struct input *other,
+                               const char *why)
 {
   return cli_fail(CLI_FAILED, "%s %s and %s %s do not fit together: %s", input->path,
-                  cli_npy_shape(&input->npy).text, other->path, cli_npy_shape(&other->npy).text, why);
+                  cli_npy_shape(&input->npy).text, other->path, cli_npy_shape(&other->npy).text,
+                  why);
 }
 
 // From the last axis: 1 is dim, 2 heads, 3 tokens, 4 batch (1 where there is none).
@@ -103,8 +105,10 @@ static enum cli_exit check_axes(const struct input *input, const struct input *q
   enum { MOST_HEADS = 1 << 20 };
 
   if (input->npy.axes != 3 && input->npy.axes != 4)
-    return cli_fail(CLI_FAILED, "%s has the shape %s; [tokens, heads, dim] or [batch, tokens, heads, "
-                    "dim] is read", input->path, cli_npy_shape(&input->npy).text);
+    return cli_fail(CLI_FAILED,
+                    "%s has the shape %s; [tokens, heads, dim] or [batch, tokens, heads, "
+                    "dim] is read",
+                    input->path, cli_npy_shape(&input->npy).text);
   if (axis(input, 2) > MOST_HEADS || axis(input, 1) > MOST_HEADS || axis(input, 4) > MOST_HEADS)
     return cli_fail(CLI_FAILED, "%s has the shape %s, beyond any layer's heads, dims and batch",
                     input->path, cli_npy_shape(&input->npy).text);
@@ -129,7 +133,8 @@ static enum cli_exit check_shapes(const struct input inputs[INPUT_COUNT])
   if (axis(q, 2) % axis(k, 2))
     return misshapen(q, k, "the query heads cannot share the key heads evenly");
   if (dout->path && axis(dout, 2) != axis(q, 2)) return misshapen(dout, q, "their heads differ");
-  if (dout->path && axis(dout, 1) != axis(v, 1)) return misshapen(dout, v, "their head dims differ");
+  if (dout->path && axis(dout, 1) != axis(v, 1))
+    return misshapen(dout, v, "their head dims differ");
   if (sink->path && (sink->npy.axes != 1 || sink->npy.shape[0] != axis(q, 2)))
     return misshapen(sink, q, "a sink is one number per query head, [heads]");
   return CLI_OK;
@@ -213,7 +218,8 @@ uint16_t cli_arrays_to_bf16(float value)
 {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
-  if (isnan(value)) return (uint16_t)(bits >> 16 | 0x40);  // stays a NaN, whatever the low half held
+  if (isnan(value))
+    return (uint16_t)(bits >> 16 | 0x40);  // stays a NaN, whatever the low half held
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 

@@ -5,14 +5,13 @@
 // A key's gradient needs lse and delta of every query that sees it.  With a narrow window these come from
 // the reference too; where that would take too long they are the run's own, and the report says so.
 #include "check.h"
-#include "report.h"
 
 #include <inttypes.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 enum {
   EVERYTHING_TOKENS = 4096,  // sequences up to this long are checked whole, batch included
@@ -115,7 +114,8 @@ static enum cli_exit read_share(const struct swathe_sharding *sharding, int32_t 
   int64_t count = 0;
   enum swathe_status status = swathe_sharding_spans(sharding, rank, NULL, 0, &count);
 
-  *share = (struct share){ .spans = calloc((size_t)count + 1, sizeof *share->spans), .count = count };
+  *share =
+      (struct share){ .spans = calloc((size_t)count + 1, sizeof *share->spans), .count = count };
   if (!share->spans) return cli_fail(CLI_FAILED, "out of memory for %" PRId64 " spans", count);
   if (!status) status = swathe_sharding_spans(sharding, rank, share->spans, count, &share->count);
   for (int64_t s = 0; s < share->count && !status; s++) {
@@ -206,7 +206,8 @@ static void plan_work(struct comparison *c)
 
   if (check->arrays->backward) {
     mark_readers(c);
-    check->own_lse = query_work(c, OWN) > affordable_work && check->tokens_checked < check->tokens_held;
+    check->own_lse =
+        query_work(c, OWN) > affordable_work && check->tokens_checked < check->tokens_held;
     if (!check->own_lse)
       for (int64_t row = 0; row < c->rows; row++)
         if (c->marks[row] & OWN) c->marks[row] = (unsigned char)((c->marks[row] & ~OWN) | NEEDED);
@@ -219,9 +220,11 @@ static void plan_work(struct comparison *c)
     check->dsink_left = !c->all_dsink;
     if (c->all_dsink) mark_all(c, NEEDED);
   }
-  const double work = query_work(c, NEEDED) + (check->arrays->backward ? 4 : 0) * query_work(c, CHOSEN);
+  const double work =
+      query_work(c, NEEDED) + (check->arrays->backward ? 4 : 0) * query_work(c, CHOSEN);
   if (work > noticeable_work)
-    fprintf(stderr, "swathe: the reference has about %.0f s of one core's work to do\n", work / 1.5e9);
+    fprintf(stderr, "swathe: the reference has about %.0f s of one core's work to do\n",
+            work / 1.5e9);
 }
 
 // ---- Comparing -----------------------------------------------------------------------------------
@@ -279,7 +282,8 @@ struct worker {
   struct cli_check_error errors[CLI_ARRAY_COUNT];
 };
 
-static void compare_row(struct worker *worker, enum cli_array array, const double *wanted, int64_t row)
+static void compare_row(struct worker *worker, enum cli_array array, const double *wanted,
+                        int64_t row)
 {
   const struct cli_arrays *arrays = worker->comparison->check->arrays;
   const int64_t elements = cli_arrays_row(arrays, array);
@@ -293,8 +297,8 @@ static void work_query(struct worker *worker, int64_t batch, int64_t token)
   double *delta = c->check->arrays->backward ? c->delta + row * heads : NULL;
 
   if (!(c->marks[row] & NEEDED)) return;
-  swathe_reference_query(c->problem, &c->sequence, batch, token, worker->first, c->lse + row * heads,
-                         delta);
+  swathe_reference_query(c->problem, &c->sequence, batch, token, worker->first,
+                         c->lse + row * heads, delta);
   if (!(c->marks[row] & CHOSEN)) return;
   compare_row(worker, CLI_ARRAY_OUT, worker->first, row);
   compare_row(worker, CLI_ARRAY_LSE, c->lse + row * heads, row);
@@ -479,75 +483,4 @@ enum cli_exit cli_check_run(struct cli_check *check)
   free(c.lse);
   free(c.delta);
   return code;
-}
-
-// ---- Reporting -----------------------------------------------------------------------------------
-
-// "token 17, head 3, dim 5".
-static struct cli_text place_text(const struct cli_check *check, enum cli_array array)
-{
-  const struct cli_check_error *error = &check->errors[array];
-  const int64_t tokens = check->arrays->tokens, dims = check->arrays->dims[array];
-  struct cli_text text = { "" };
-  int used = 0;
-
-  if (check->arrays->batch > 1 && error->row >= 0)
-    used = snprintf(text.text, sizeof text.text, "batch %" PRId64 ", ", error->row / tokens);
-  if (error->row >= 0)
-    used += snprintf(text.text + used, sizeof text.text - (size_t)used, "token %" PRId64 ", ",
-                     error->row % tokens);
-  used += snprintf(text.text + used, sizeof text.text - (size_t)used, "head %" PRId64,
-                   error->element / dims);
-  if (dims > 1)
-    snprintf(text.text + used, sizeof text.text - (size_t)used, ", dim %" PRId64,
-             error->element % dims);
-  return text;
-}
-
-void cli_check_print(const struct cli_check *check)
-{
-  static const char *const titles[] = { "  array", "largest error", "limit", "", "got", "reference",
-                                        "at" };
-  struct cli_table table = { .align = "lrrlrrl" };
-
-  printf("Check: %" PRId64 " of %" PRId64 " tokens against the reference (double), errors over "
-         "max(1, |reference|)\n", check->tokens_checked, check->tokens_held);
-  for (int i = 0; i < 7; i++) cli_report_cell(&table, "%s", titles[i]);
-  for (int i = CLI_ARRAY_OUT; i < CLI_ARRAY_COUNT; i++) {
-    const struct cli_check_error *error = &check->errors[i];
-    if (!error->elements) continue;
-    cli_report_cell(&table, "  %s", cli_arrays_name((enum cli_array)i));
-    cli_report_cell(&table, "%.2e", error->error);
-    cli_report_cell(&table, "%.0e", error->limit);
-    cli_report_cell(&table, "%s", error->error <= error->limit ? "ok" : "TOO LARGE");
-    cli_report_cell(&table, "%.6g", error->got);
-    cli_report_cell(&table, "%.6g", error->wanted);
-    cli_report_cell(&table, "%s", place_text(check, (enum cli_array)i).text);
-  }
-  cli_report_table(&table);
-  if (check->own_lse)
-    printf("  lse and sum(out * dout) of the queries around sampled keys are the run's own: the window "
-           "is too\n  wide to work them out by the reference\n");
-  if (check->dsink_left) printf("  dsink was not checked: it sums over all queries, which takes too long\n");
-}
-
-json_t *cli_check_json(const struct cli_check *check)
-{
-  json_t *errors = json_object();
-
-  for (int i = CLI_ARRAY_OUT; i < CLI_ARRAY_COUNT; i++) {
-    const struct cli_check_error *error = &check->errors[i];
-    if (!error->elements) continue;
-    json_object_set_new(
-        errors, cli_arrays_name((enum cli_array)i),
-        json_pack("{s:o, s:o, s:b, s:I, s:o, s:o, s:s}", "error", cli_report_real(error->error),
-                  "limit", cli_report_real(error->limit), "ok", error->error <= error->limit,
-                  "elements", (json_int_t)error->elements, "got", cli_report_real(error->got),
-                  "reference", cli_report_real(error->wanted), "at",
-                  place_text(check, (enum cli_array)i).text));
-  }
-  return json_pack("{s:b, s:I, s:I, s:s, s:b, s:o}", "passed", check->passed, "tokens_checked",
-                   (json_int_t)check->tokens_checked, "tokens_held", (json_int_t)check->tokens_held,
-                   "lse_of_readers", check->own_lse ? "run" : "reference", "dsink_checked",
-                   check->errors[CLI_ARRAY_DSINK].elements > 0, "arrays", errors);
 }

@@ -5,8 +5,6 @@
 
 #include "arrays.h"
 
-#include <jansson.h>
-
 // The largest error of one array, where it is, and the limit.  Errors are divided by max(1, |wanted|).
 struct cli_check_error {
   int64_t elements;  // compared; 0: the array was not checked
@@ -30,8 +28,5 @@ struct cli_check {
 
 // Fills the second half.  An array above its limit is no failure of this call.
 enum cli_exit cli_check_run(struct cli_check *check);
-
-void cli_check_print(const struct cli_check *check);
-json_t *cli_check_json(const struct cli_check *check);
 
 #endif

@@ -5,7 +5,8 @@
 static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
                                                [SWATHE_BACKWARD] = "backward" };
 
-static json_t *compiled_json(enum swathe_direction direction, const struct swathe_compiled *compiled)
+static json_t *compiled_json(enum swathe_direction direction,
+                             const struct swathe_compiled *compiled)
 {
   return json_pack("{s:s, s:s, s:b, s:o, s:I}", "kernel", direction_names[direction], "config",
                    compiled->config, "cached", compiled->cached, "compile_s",
@@ -18,11 +19,11 @@ static void print_compiled(enum swathe_direction direction, const struct swathe_
   printf("%s\n  config    %s\n", direction_names[direction], compiled->config);
   if (compiled->cached) printf("  compiled  not again: it was in the cache\n");
   else printf("  compiled  in %s\n", cli_report_time(compiled->compile_s * 1e6).text);
-  printf("  binary    %s bytes\n", cli_report_bytes((int64_t)compiled->binary_bytes).text);
+  printf("  bytes     %s\n", cli_report_bytes((int64_t)compiled->binary_bytes).text);
 }
 
-static enum cli_exit compile(const struct cli_args *args, const struct cli_given *given, bool forward,
-                             bool backward)
+static enum cli_exit compile(const struct cli_args *args, const struct cli_given *given,
+                             bool forward, bool backward)
 {
   const bool wanted[] = { [SWATHE_FORWARD] = forward, [SWATHE_BACKWARD] = backward };
   json_t *kernels = json_array();
@@ -57,7 +58,8 @@ static enum cli_exit run(const struct cli_args *args)
 
   if (args->operands) code = cli_args_direction(args->operand[0], &direction);
   else if (args->value[CLI_CONFIG])
-    code = cli_fail(CLI_BAD_USE, "--config is a point of one kernel's space: say forward or backward");
+    code =
+        cli_fail(CLI_BAD_USE, "--config is a point of one kernel's space: say forward or backward");
   if (!code) code = cli_given_read(args, false, NULL, &given);
   if (!code)
     code = compile(args, &given, !args->operands || direction == SWATHE_FORWARD,

@@ -22,11 +22,11 @@ static json_t *number_or_null(double value)
 
 static json_t *pick_json(const struct swathe_pick *pick)
 {
-  return json_pack("{s:s, s:s, s:s, s:s, s:o, s:o, s:o, s:I, s:s}", "problem", pick->problem, "kernel",
-                   pick->kernel, "environment", pick->environment, "config", pick->config, "best_us",
-                   number_or_null(pick->best_us), "default_us", number_or_null(pick->default_us),
-                   "ratio", number_or_null(pick->ratio), "samples", (json_int_t)pick->samples, "when",
-                   pick->when);
+  return json_pack("{s:s, s:s, s:s, s:s, s:o, s:o, s:o, s:I, s:s}", "problem", pick->problem,
+                   "kernel", pick->kernel, "environment", pick->environment, "config", pick->config,
+                   "best_us", number_or_null(pick->best_us), "default_us",
+                   number_or_null(pick->default_us), "ratio", number_or_null(pick->ratio),
+                   "samples", (json_int_t)pick->samples, "when", pick->when);
 }
 
 // Texts are too long for columns: a block per problem, a few lines per pick.
@@ -63,7 +63,8 @@ static enum cli_exit list(const struct cli_args *args)
       json_decref(rows.array);
       code = cli_fail_library(status, "the picks cannot be read");
     } else if (rows.json) {
-      code = cli_report_json(json_pack("{s:s, s:o}", "verb", "db list", "picks", rows.array), CLI_OK);
+      code =
+          cli_report_json(json_pack("{s:s, s:o}", "verb", "db list", "picks", rows.array), CLI_OK);
     } else if (!rows.count) {
       printf("no picks yet: 'swathe tune' makes them\n");
     }
@@ -89,8 +90,8 @@ static json_t *sample_json(const struct swathe_sample *sample)
   return json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:o, s:o, s:I, s:s}", "problem", sample->problem,
                    "kernel", sample->kernel, "environment", sample->environment, "config",
                    sample->config, "verdict", sample->verdict, "words", sample->words, "median_us",
-                   number_or_null(sample->median_us), "ratio", number_or_null(sample->ratio), "runs",
-                   (json_int_t)sample->runs, "when", sample->when);
+                   number_or_null(sample->median_us), "ratio", number_or_null(sample->ratio),
+                   "runs", (json_int_t)sample->runs, "when", sample->when);
 }
 
 static void visit_sample(void *arg, const struct swathe_sample *sample)
@@ -132,7 +133,7 @@ static enum cli_exit show_samples(const struct cli_args *args, const struct cli_
     return cli_report_json(json_pack("{s:s, s:o, s:o}", "verb", "db show", "problem",
                                      cli_report_problem(&given->problem), "samples", rows.array),
                            CLI_OK);
-  printf("%s\n", cli_report_problem_text(&given->problem));
+  printf("%s\n", cli_report_problem_words(&given->problem));
   if (rows.count) {
     putchar('\n');
     cli_report_table(&rows.table);
@@ -170,8 +171,8 @@ const struct cli_verb cli_verb_db_show = {
 static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
                                                [SWATHE_BACKWARD] = "backward" };
 
-static enum cli_exit best_of(const struct cli_args *args, const struct cli_given *given, bool forward,
-                             bool backward)
+static enum cli_exit best_of(const struct cli_args *args, const struct cli_given *given,
+                             bool forward, bool backward)
 {
   const bool wanted[] = { [SWATHE_FORWARD] = forward, [SWATHE_BACKWARD] = backward };
   json_t *kernels = json_array();
@@ -222,7 +223,7 @@ const struct cli_verb cli_verb_db_best = {
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS,
   .examples = { "both kernels of a preset",
                 "swathe db best --model gpt-oss-20b --tokens 32768 --ranks 8",
-                "one kernel, from a file", "swathe db best forward --window 4096 --database cluster.db",
-                NULL },
+                "one kernel, from a file",
+                "swathe db best forward --window 4096 --database cluster.db", NULL },
   .run = best,
 };

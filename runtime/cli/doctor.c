@@ -10,10 +10,19 @@ static const char *const health_names[] = { [SWATHE_HEALTHY] = "ok", [SWATHE_ABS
 struct examination {
   bool json;
   int64_t broken;
+  struct cli_table table;
   json_t *findings;
 };
 
-// "what  state  found", and the fix on a line of its own: both texts can be long.
+static void add_row(struct cli_table *table, const char *what, const char *state,
+                    const char *prefix, const char *found)
+{
+  cli_report_cell(table, "%s", what);
+  cli_report_cell(table, "%s", state);
+  cli_report_cell(table, "%s%s", prefix, found);
+}
+
+// The fix has a line of its own: both texts can be long.
 static void visit(void *arg, const struct swathe_finding *finding)
 {
   struct examination *examination = arg;
@@ -26,20 +35,21 @@ static void visit(void *arg, const struct swathe_finding *finding)
                                     finding->fix));
     return;
   }
-  printf("%-16s  %-6s  %s\n", finding->what, health_names[finding->health], finding->found);
-  if (*finding->fix) printf("%-16s  %-6s  fix: %s\n", "", "", finding->fix);
+  add_row(&examination->table, finding->what, health_names[finding->health], "", finding->found);
+  if (*finding->fix) add_row(&examination->table, "", "", "fix: ", finding->fix);
 }
 
 static enum cli_exit examine(const struct cli_args *args, const struct cli_given *given)
 {
-  struct examination examination = { .json = args->value[CLI_JSON] };
+  struct examination examination = { .json = args->value[CLI_JSON], .table = { .align = "lll" } };
   enum cli_exit code = CLI_OK;
 
   if (examination.json) examination.findings = json_array();
-  else printf("%-16s  %-6s  %s\n", "what", "state", "found");
+  else add_row(&examination.table, "what", "state", "", "found");
   const enum swathe_status status = swathe_doctor(given->context, visit, &examination);
   if (status) {
     json_decref(examination.findings);
+    cli_report_drop(&examination.table);
     return cli_fail_library(status, "the examination ended early");
   }
   if (examination.broken)
@@ -49,6 +59,7 @@ static enum cli_exit examine(const struct cli_args *args, const struct cli_given
                                      SWATHE_VERSION, "broken", (json_int_t)examination.broken,
                                      "findings", examination.findings),
                            code);
+  cli_report_table(&examination.table);
   if (!code) printf("\nNothing is broken.  What is absent is optional.\n");
   return code;
 }

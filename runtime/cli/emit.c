@@ -21,7 +21,8 @@ static enum cli_exit write_file(const char *path, const char *text)
   const int reason = errno;
   if (!written) unlink(temporary);
   free(temporary);
-  return written ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
+  return written ? CLI_OK
+                 : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
 }
 
 static enum cli_exit emit(const struct cli_args *args, const struct cli_given *given,
@@ -37,10 +38,11 @@ static enum cli_exit emit(const struct cli_args *args, const struct cli_given *g
 
   if (output) code = write_file(output, source);
   if (!code && args->value[CLI_JSON])
-    code = cli_report_json(json_pack("{s:s, s:s, s:o, s:s?, s:s?}", "verb", "emit", "kernel",
-                                     args->operand[0], "problem", cli_report_problem(&given->problem),
-                                     "output", output, "source", output ? NULL : source),
-                           CLI_OK);
+    code =
+        cli_report_json(json_pack("{s:s, s:s, s:o, s:s?, s:s?}", "verb", "emit", "kernel",
+                                  args->operand[0], "problem", cli_report_problem(&given->problem),
+                                  "output", output, "source", output ? NULL : source),
+                        CLI_OK);
   else if (!code && !output)
     fputs(source, stdout);
   swathe_free(source);

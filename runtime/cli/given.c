@@ -123,10 +123,12 @@ void cli_given_close(struct cli_given *given)
 
 // ---- Problem -------------------------------------------------------------------------------------
 
-static enum cli_exit read_window(const struct cli_args *args, enum cli_option option, int64_t *window)
+static enum cli_exit read_window(const struct cli_args *args, enum cli_option option,
+                                 int64_t *window)
 {
   const char *text = args->value[option];
-  if (!text || strcmp(text, "unlimited")) return cli_args_integer(args, option, 0, INT32_MAX, window);
+  if (!text || strcmp(text, "unlimited"))
+    return cli_args_integer(args, option, 0, INT32_MAX, window);
   *window = SWATHE_UNLIMITED;
   return CLI_OK;
 }
@@ -193,8 +195,9 @@ static enum cli_exit read_problem(const struct cli_args *args, struct cli_given 
   if (!code) code = cli_args_integer(args, CLI_RANKS, 1, MOST_RANKS, &ranks);
   if (!code && ranks) problem->ranks = (int32_t)ranks;
   if (!code && problem->layout == SWATHE_SPANS)
-    code = cli_fail(CLI_BAD_USE, "the layout 'spans' needs a list of spans, which only a program can "
-                    "give; choose contiguous, zigzag or zigzag-doc");
+    code =
+        cli_fail(CLI_BAD_USE, "the layout 'spans' needs a list of spans, which only a program can "
+                              "give; choose contiguous, zigzag or zigzag-doc");
   return code;
 }
 
@@ -250,8 +253,9 @@ static enum cli_exit read_tokens(const struct cli_args *args, const struct cli_g
   if (code) return code;
   if (tokens < 1) return cli_fail(CLI_BAD_USE, "the sequence has no tokens; see --tokens");
   if (tokens < documents_sum)
-    return cli_fail(CLI_BAD_USE, "--documents are %" PRId64 " tokens together, but the sequence has %"
-                    PRId64, documents_sum, tokens);
+    return cli_fail(CLI_BAD_USE,
+                    "--documents are %" PRId64 " tokens together, but the sequence has %" PRId64,
+                    documents_sum, tokens);
   sharding->tokens = tokens;
   sharding->batch = (int32_t)batch;
   sharding->ranks = problem->ranks;
@@ -264,7 +268,8 @@ static enum cli_exit take_files(const struct cli_args *args, const struct cli_gi
                                 struct swathe_problem *problem)
 {
   if (problem->sinks && !files->sink)
-    return cli_fail(CLI_BAD_USE, "%s has sinks: give their logits with --sink FILE, or leave them out "
+    return cli_fail(CLI_BAD_USE,
+                    "%s has sinks: give their logits with --sink FILE, or leave them out "
                     "with --problem sinks=0",
                     args->value[CLI_MODEL] ? args->value[CLI_MODEL] : "the problem");
   problem->sinks = files->sink;

@@ -132,8 +132,8 @@ static bool scatter(struct member *member)
                          elem_bytes(member, array);
     member->data[i] = malloc(bytes ? bytes : 1);
     if (!member->data[i])
-      return fail_team(member, "rank %" PRId32 ": no %zu bytes for its part of %s", member->rank, bytes,
-                       cli_arrays_name(array));
+      return fail_team(member, "rank %" PRId32 ": no %zu bytes for its part of %s", member->rank,
+                       bytes, cli_arrays_name(array));
     memset(member->data[i], 0xff, bytes);
     if (i <= CLI_ARRAY_DOUT) move_spans(member, array, false);
   }

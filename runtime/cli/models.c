@@ -20,7 +20,8 @@ static struct cli_text window_text(const struct swathe_problem *problem)
 
   if (left == SWATHE_UNLIMITED) snprintf(text.text, sizeof text.text, "unlimited");
   else if (right == 0) snprintf(text.text, sizeof text.text, "%" PRId64, left + 1);
-  else if (right == SWATHE_UNLIMITED) snprintf(text.text, sizeof text.text, "-%" PRId64 ", all", left);
+  else if (right == SWATHE_UNLIMITED)
+    snprintf(text.text, sizeof text.text, "-%" PRId64 ", all", left);
   else snprintf(text.text, sizeof text.text, "-%" PRId64 " to +%" PRId64, left, right);
   return text;
 }
@@ -35,8 +36,8 @@ static struct cli_text count_text(int32_t count)
 
 static json_t *model_json(const struct swathe_model *model)
 {
-  return json_pack("{s:s, s:s, s:s, s:s, s:o, s:o, s:o}", "name", model->name, "family", model->family,
-                   "source", model->source, "note", model->note, "layers",
+  return json_pack("{s:s, s:s, s:s, s:s, s:o, s:o, s:o}", "name", model->name, "family",
+                   model->family, "source", model->source, "note", model->note, "layers",
                    model->layers ? json_integer(model->layers) : json_null(), "swa_layers",
                    model->swa_layers ? json_integer(model->swa_layers) : json_null(), "problem",
                    cli_report_problem(&model->problem));
@@ -48,7 +49,8 @@ static void print_one(const struct swathe_model *model)
 
   printf("%s (%s)\n", model->name, model->family);
   printf("  heads        %" PRId32 " query, %" PRId32 " key and value\n", p->q_heads, p->kv_heads);
-  printf("  head dims    %" PRId32 " query and key, %" PRId32 " value\n", p->head_dim_qk, p->head_dim_v);
+  printf("  head dims    %" PRId32 " query and key, %" PRId32 " value\n", p->head_dim_qk,
+         p->head_dim_v);
   printf("  window       %s keys%s\n", window_text(p).text,
          p->window_right ? " around the query's own" : ", the query's own included");
   printf("  dtype        %s\n", swathe_dtype_name(p->dtype));
@@ -61,7 +63,9 @@ static void print_one(const struct swathe_model *model)
          count_text(model->layers).text);
   printf("  source       %s\n", model->source);
   if (*model->note) printf("  note         %s\n", model->note);
-  printf("  as --problem %s\n", cli_report_problem_text(p));
+  // What follows in the canonical text are the options' business: target, layout, ranks, tokens.
+  const char *text = cli_report_problem_text(p), *rest = strstr(text, ",target=");
+  printf("  the same as --problem %.*s\n", rest ? (int)(rest - text) : (int)strlen(text), text);
 }
 
 static void add_row(struct cli_table *table, const struct swathe_model *model)
@@ -77,8 +81,9 @@ static void add_row(struct cli_table *table, const struct swathe_model *model)
   cli_report_cell(table, "%s", p->sinks ? "yes" : "-");
   if (p->softcap > 0) cli_report_cell(table, "%g", p->softcap);
   else cli_report_cell(table, "-");
-  cli_report_cell(table, "%s/%s", count_text(model->swa_layers).text, count_text(model->layers).text);
-  cli_report_cell(table, "%s", model->source);
+  cli_report_cell(table, "%s/%s", count_text(model->swa_layers).text,
+                  count_text(model->layers).text);
+  cli_report_cell(table, "%.*s", (int)strcspn(model->source, " ;"), model->source);
 }
 
 static void visit(void *arg, const struct swathe_model *model)
@@ -94,8 +99,8 @@ static void visit(void *arg, const struct swathe_model *model)
 
 static enum cli_exit list(const struct cli_args *args, struct cli_given *given)
 {
-  static const char *const titles[] = { "model", "heads", "dim", "window", "dtype", "sinks", "softcap",
-                                        "SWA layers", "source" };
+  static const char *const titles[] = { "model", "heads",   "dim",        "window", "dtype",
+                                        "sinks", "softcap", "SWA layers", "source" };
   struct listing listing = {
     .wanted = args->operands ? args->operand[0] : NULL,
     .json = args->value[CLI_JSON],
@@ -113,17 +118,21 @@ static enum cli_exit list(const struct cli_args *args, struct cli_given *given)
   }
   if (listing.wanted && !listing.found) {
     struct swathe_problem ignored;
-    const enum swathe_status missing = swathe_model_problem(given->context, listing.wanted, &ignored);
+    const enum swathe_status missing =
+        swathe_model_problem(given->context, listing.wanted, &ignored);
     json_decref(listing.models);
     (void)cli_fail_library(missing ? missing : SWATHE_NOT_FOUND, "no preset '%s'", listing.wanted);
     return CLI_BAD_USE;
   }
   if (listing.json)
-    return cli_report_json(json_pack("{s:s, s:o}", "verb", "models", "models", listing.models), CLI_OK);
+    return cli_report_json(json_pack("{s:s, s:o}", "verb", "models", "models", listing.models),
+                           CLI_OK);
   if (!listing.wanted) {
     cli_report_table(&listing.table);
-    printf("\nheads: query/key; dim: query and key/value where they differ; window: keys a query sees, "
-           "its own\nincluded; '?': not known.  'swathe models NAME' shows one with its note.\n");
+    printf("\nheads: query/key; dim: query and key/value where they differ; window: keys a query "
+           "sees, "
+           "its own\nincluded; '?': not known.  'swathe models NAME' shows one with its note and "
+           "the files of its source.\n");
   }
   return CLI_OK;
 }
@@ -145,6 +154,7 @@ const struct cli_verb cli_verb_models = {
   .options = CLI_COMMON_OPTIONS,
   .examples = { "all presets", "swathe models", "one, with its note and as text for --problem",
                 "swathe models gpt-oss-20b", "the windows by name, for a script",
-                "swathe models --json | jq '.models[] | {name, window: .problem.window_left}'", NULL },
+                "swathe models --json | jq '.models[] | {name, window: .problem.window_left}'",
+                NULL },
   .run = run,
 };

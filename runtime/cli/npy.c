@@ -13,7 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "elements are copied as they lie in the file");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__,
+               "elements are copied as they lie in the file");
 
 enum { MAGIC_BYTES = 6, MOST_HEADER_BYTES = 1 << 20, HEADER_UNIT = 64 };
 static const char magic[MAGIC_BYTES] = { '\x93', 'N', 'U', 'M', 'P', 'Y' };
@@ -77,7 +78,8 @@ static const char *take_value(const char *name, const char *at, struct header *h
   if (!strcmp(name, "descr")) {
     header->has_descr = true;
     if (*at != '[') return take_string(at, header->descr, sizeof header->descr);
-    snprintf(header->descr, sizeof header->descr, "a record");  // nothing behind it matters: refused
+    snprintf(header->descr, sizeof header->descr,
+             "a record");  // nothing behind it matters: refused
     return "}";
   }
   if (!strcmp(name, "fortran_order")) {
@@ -133,7 +135,8 @@ static enum cli_exit check_header(const char *path, const char *text, struct cli
     if (array->shape[i] == 0)
       return cli_fail(CLI_FAILED, "%s is empty: its shape is %s", path, cli_npy_shape(array).text);
     if (array->shape[i] > (INT64_MAX / 8) / array->elements)
-      return cli_fail(CLI_FAILED, "%s: no file holds the shape %s", path, cli_npy_shape(array).text);
+      return cli_fail(CLI_FAILED, "%s: no file holds the shape %s", path,
+                      cli_npy_shape(array).text);
     array->elements *= array->shape[i];
   }
   return CLI_OK;
@@ -186,9 +189,10 @@ static enum cli_exit check_size(const char *path, FILE *file, const struct cli_n
   if (fstat(fileno(file), &status) || !S_ISREG(status.st_mode) || at < 0) return CLI_OK;
   const int64_t left = status.st_size - at;
   if (left < wanted)
-    return cli_fail(CLI_FAILED, "%s is cut short: the shape %s needs %" PRId64
-                    " bytes of data, %" PRId64 " are there", path, cli_npy_shape(array).text, wanted,
-                    left);
+    return cli_fail(CLI_FAILED,
+                    "%s is cut short: the shape %s needs %" PRId64 " bytes of data, %" PRId64
+                    " are there",
+                    path, cli_npy_shape(array).text, wanted, left);
   if (left > wanted)
     return cli_fail(CLI_FAILED, "%s holds %" PRId64 " bytes more than the shape %s needs", path,
                     left - wanted, cli_npy_shape(array).text);
@@ -239,7 +243,8 @@ static bool write_header(FILE *file, const struct cli_npy *array)
   const size_t before = MAGIC_BYTES + 4;
   const size_t whole = (before + strlen(text) + 1 + HEADER_UNIT - 1) / HEADER_UNIT * HEADER_UNIT;
   const int length = (int)(whole - before);
-  const unsigned char start[4] = { 1, 0, (unsigned char)(length & 255), (unsigned char)(length >> 8) };
+  const unsigned char start[4] = { 1, 0, (unsigned char)(length & 255),
+                                   (unsigned char)(length >> 8) };
   return fwrite(magic, 1, MAGIC_BYTES, file) == MAGIC_BYTES && fwrite(start, 1, 4, file) == 4 &&
          fprintf(file, "%-*s\n", length - 1, text) == length;
 }
@@ -265,5 +270,6 @@ enum cli_exit cli_npy_write(const char *path, const struct cli_npy *array)
   }
   if (!written) unlink(temporary);
   free(temporary);
-  return written ? CLI_OK : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
+  return written ? CLI_OK
+                 : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
 }

@@ -66,14 +66,14 @@ static void add_up(struct plan *plan)
 
 static json_t *traffic_json(const struct swathe_traffic *t)
 {
-  return json_pack("{s:I, s:I, s:I, s:I, s:I, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:o}", "rows",
-                   (json_int_t)t->rows, "spans", (json_int_t)t->spans, "halo_tokens",
-                   (json_int_t)t->halo_tokens, "send_tokens", (json_int_t)t->send_tokens, "own_tokens",
-                   (json_int_t)t->own_tokens, "peers", t->peers, "hops", t->hops, "receive_bytes",
-                   (json_int_t)t->receive_bytes, "send_bytes", (json_int_t)t->send_bytes,
-                   "all_gather_bytes", (json_int_t)t->all_gather_bytes, "ring_bytes",
-                   (json_int_t)t->ring_bytes, "ring_all_bytes", (json_int_t)t->ring_all_bytes,
-                   "a2a_bytes", t->a2a_bytes < 0 ? json_null() : json_integer(t->a2a_bytes));
+  return json_pack(
+      "{s:I, s:I, s:I, s:I, s:I, s:i, s:i, s:I, s:I, s:I, s:I, s:I, s:o}", "rows",
+      (json_int_t)t->rows, "spans", (json_int_t)t->spans, "halo_tokens", (json_int_t)t->halo_tokens,
+      "send_tokens", (json_int_t)t->send_tokens, "own_tokens", (json_int_t)t->own_tokens, "peers",
+      t->peers, "hops", t->hops, "receive_bytes", (json_int_t)t->receive_bytes, "send_bytes",
+      (json_int_t)t->send_bytes, "all_gather_bytes", (json_int_t)t->all_gather_bytes, "ring_bytes",
+      (json_int_t)t->ring_bytes, "ring_all_bytes", (json_int_t)t->ring_all_bytes, "a2a_bytes",
+      t->a2a_bytes < 0 ? json_null() : json_integer(t->a2a_bytes));
 }
 
 static enum cli_exit print_json(struct plan *plan)
@@ -84,12 +84,11 @@ static enum cli_exit print_json(struct plan *plan)
     json_object_set_new(row, "rank", json_integer(rank));
     json_array_append_new(ranks, row);
   }
-  json_t *document =
-      json_pack("{s:s, s:o, s:I, s:i, s:I, s:o, s:o, s:I}", "verb", "plan", "problem",
-                cli_report_problem(plan->problem), "tokens", (json_int_t)plan->sharding->tokens, "batch",
-                plan->sharding->batch, "documents", (json_int_t)plan->sharding->documents, "ranks",
-                ranks, "total", traffic_json(&plan->total), "message_count",
-                (json_int_t)plan->message_count);
+  json_t *document = json_pack(
+      "{s:s, s:o, s:I, s:i, s:I, s:o, s:o, s:I}", "verb", "plan", "problem",
+      cli_report_problem(plan->problem), "tokens", (json_int_t)plan->sharding->tokens, "batch",
+      plan->sharding->batch, "documents", (json_int_t)plan->sharding->documents, "ranks", ranks,
+      "total", traffic_json(&plan->total), "message_count", (json_int_t)plan->message_count);
   if (plan->list_messages) {
     json_object_set_new(document, "messages", plan->messages_json);
     plan->messages_json = NULL;
@@ -126,9 +125,10 @@ static void print_ranks(const struct plan *plan)
   }
   add_rank(&table, "all", &plan->total);
   cli_report_table(&table);
-  printf("\nhalo tokens: keys a rank sees but does not hold; own: neighbours of a span that the rank "
-         "itself holds;\nhops: how many shares away the farthest halo key lives (in 'all': the "
-         "largest, as with peers).\n");
+  printf(
+      "\nhalo tokens: keys a rank sees but does not hold; own: neighbours of a span that the rank "
+      "itself holds;\nhops: how many shares away the farthest halo key lives (in 'all': the "
+      "largest, as with peers).\n");
 }
 
 static void add_way(struct cli_table *table, const char *way, int64_t bytes, int64_t halo_bytes,
@@ -160,7 +160,7 @@ static void print_text(struct plan *plan)
 {
   const struct swathe_sharding *sharding = plan->sharding;
 
-  printf("%s\n", cli_report_problem_text(plan->problem));
+  printf("%s\n", cli_report_problem_words(plan->problem));
   printf("%" PRId64 " tokens, batch %" PRId32 ", ", sharding->tokens, sharding->batch);
   if (sharding->documents) printf("%" PRId64 " documents", sharding->documents);
   else printf("one document");
@@ -185,9 +185,11 @@ static enum cli_exit print_plan(const struct cli_args *args, const struct cli_gi
     .messages = { .align = "rrrrrr" },
     .traffic = calloc((size_t)given->sharding.ranks, sizeof *plan.traffic),
   };
-  if (!plan.traffic) return cli_fail(CLI_FAILED, "out of memory for %d ranks", given->sharding.ranks);
+  if (!plan.traffic)
+    return cli_fail(CLI_FAILED, "out of memory for %d ranks", given->sharding.ranks);
   if (plan.json) plan.messages_json = json_array();
-  for (int i = 0; plan.list_messages && i < 6; i++) cli_report_cell(&plan.messages, "%s", titles[i]);
+  for (int i = 0; plan.list_messages && i < 6; i++)
+    cli_report_cell(&plan.messages, "%s", titles[i]);
 
   const enum swathe_status status =
       swathe_plan(plan.problem, plan.sharding, visit, &plan, plan.traffic);
@@ -218,8 +220,9 @@ const struct cli_verb cli_verb_plan = {
   .name = "plan",
   .operands = "",
   .summary = "Show who sends what to whom.",
-  .details = "Rows, halo, bytes and hops of each rank, beside what all-gather, all-to-all and ring would "
-             "move.  Pure arithmetic; nothing runs.",
+  .details =
+      "Rows, halo, bytes and hops of each rank, beside what all-gather, all-to-all and ring would "
+      "move.  Pure arithmetic; nothing runs.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_STORE_OPTIONS | CLI_BIT(MESSAGES),
   .examples = { "a preset at 128k tokens over 8 ranks",
                 "swathe plan --model gpt-oss-20b --tokens 131072 --ranks 8",

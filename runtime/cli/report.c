@@ -97,6 +97,33 @@ const char *cli_report_problem_text(const struct swathe_problem *problem)
   return text;
 }
 
+static struct cli_text window_words(int64_t window)
+{
+  struct cli_text text = { "all" };
+  if (window != SWATHE_UNLIMITED) snprintf(text.text, sizeof text.text, "%" PRId64, window);
+  return text;
+}
+
+const char *cli_report_problem_words(const struct swathe_problem *p)
+{
+  static _Thread_local char text[512];
+  char dims[48], softcap[48] = "", scale[48] = "";
+
+  snprintf(dims, sizeof dims, "dim %" PRId32, p->head_dim_qk);
+  if (p->head_dim_qk != p->head_dim_v)
+    snprintf(dims, sizeof dims, "dims %" PRId32 " (q, k) and %" PRId32 " (v)", p->head_dim_qk,
+             p->head_dim_v);
+  if (p->softcap > 0) snprintf(softcap, sizeof softcap, ", softcap %g", p->softcap);
+  if (p->scale != 0) snprintf(scale, sizeof scale, ", scale %g", p->scale);
+  snprintf(text, sizeof text,
+           "%" PRId32 " query and %" PRId32
+           " key heads, %s, window %s before and %s after, %s%s%s%s",
+           p->q_heads, p->kv_heads, dims, window_words(p->window_left).text,
+           window_words(p->window_right).text, swathe_dtype_name(p->dtype),
+           p->sinks ? ", sinks" : "", softcap, scale);
+  return text;
+}
+
 json_t *cli_report_real(double value)
 {
   return isfinite(value) ? json_real(value) : json_null();
@@ -109,14 +136,14 @@ static json_t *window_json(int64_t window)
 
 json_t *cli_report_problem(const struct swathe_problem *p)
 {
-  return json_pack("{s:i, s:i, s:i, s:i, s:o, s:o, s:s, s:b, s:o, s:o, s:s, s:s, s:i, s:I, s:s}",
-                   "q_heads", p->q_heads, "kv_heads", p->kv_heads, "head_dim_qk", p->head_dim_qk,
-                   "head_dim_v", p->head_dim_v, "window_left", window_json(p->window_left),
-                   "window_right", window_json(p->window_right), "dtype", swathe_dtype_name(p->dtype),
-                   "sinks", p->sinks, "softcap", cli_report_real(p->softcap), "scale",
-                   cli_report_real(p->scale), "target", swathe_target_name(p->target), "layout",
-                   swathe_layout_name(p->layout), "ranks", p->ranks, "tokens_per_rank",
-                   (json_int_t)p->tokens_per_rank, "text", cli_report_problem_text(p));
+  return json_pack(
+      "{s:i, s:i, s:i, s:i, s:o, s:o, s:s, s:b, s:o, s:o, s:s, s:s, s:i, s:I, s:s}", "q_heads",
+      p->q_heads, "kv_heads", p->kv_heads, "head_dim_qk", p->head_dim_qk, "head_dim_v",
+      p->head_dim_v, "window_left", window_json(p->window_left), "window_right",
+      window_json(p->window_right), "dtype", swathe_dtype_name(p->dtype), "sinks", p->sinks,
+      "softcap", cli_report_real(p->softcap), "scale", cli_report_real(p->scale), "target",
+      swathe_target_name(p->target), "layout", swathe_layout_name(p->layout), "ranks", p->ranks,
+      "tokens_per_rank", (json_int_t)p->tokens_per_rank, "text", cli_report_problem_text(p));
 }
 
 static bool document_printed;
@@ -134,6 +161,6 @@ enum cli_exit cli_report_json(json_t *document, enum cli_exit code)
 void cli_report_json_failure(const char *verb, enum cli_exit code, const char *words)
 {
   if (document_printed) return;
-  (void)cli_report_json(json_pack("{s:s, s:s, s:i}", "verb", verb, "error", words, "exit", (int)code),
-                        code);
+  (void)cli_report_json(
+      json_pack("{s:s, s:s, s:i}", "verb", verb, "error", words, "exit", (int)code), code);
 }

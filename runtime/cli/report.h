@@ -26,9 +26,11 @@ void cli_report_table(struct cli_table *table);
 // Frees the cells without printing them.
 void cli_report_drop(struct cli_table *table);
 
+// A problem in words: "64 query and 8 key heads, dim 64, window 127 before and 0 after, bf16, sinks".
+const char *cli_report_problem_words(const struct swathe_problem *problem);
 // A problem: its fields by name, windows as numbers or "unlimited".
 json_t *cli_report_problem(const struct swathe_problem *problem);
-// The same as canonical text, which lives until the thread's next call.
+// The same as canonical text.  Both texts live until the thread's next call of the same name.
 const char *cli_report_problem_text(const struct swathe_problem *problem);
 // A number, or null where JSON has none (NaN, infinities).
 json_t *cli_report_real(double value);

@@ -1,6 +1,6 @@
 // run.c: the verb `run`: a layer over ranks of this machine, on random data or on tensors from files,
 // with its bytes, its times and, with --check, its errors.
-#include "check.h"
+#include "check_report.h"
 #include "group.h"
 #include "report.h"
 
@@ -35,7 +35,8 @@ static struct moved moved_bytes(const struct cli_group *group)
 
   for (int32_t r = 0; r < group->given->sharding.ranks; r++) {
     const struct swathe_traffic *planned = &group->traffic[r];
-    const int64_t received = planned->halo_tokens * elements, sent = planned->send_tokens * elements;
+    const int64_t received = planned->halo_tokens * elements,
+                  sent = planned->send_tokens * elements;
     const struct swathe_timing *forward = &group->forward[r], *backward = &group->backward[r];
     moved.halo_tokens += planned->halo_tokens;
     moved.halo_bytes += received * moved.element_bytes;
@@ -143,7 +144,7 @@ static enum cli_exit print_json(const struct cli_args *args, const struct cli_gr
   if (group->arrays->backward)
     json_object_set_new(document, "backward",
                         times_json(group->backward_us, group->backward_wait_us, group->repeat));
-  if (check) json_object_set_new(document, "check", cli_check_json(check));
+  if (check) json_object_set_new(document, "check", cli_check_report_json(check));
   if (args->value[CLI_OUT]) json_object_set_new(document, "out", json_string(args->value[CLI_OUT]));
   return cli_report_json(document, code);
 }
@@ -154,10 +155,11 @@ static void print_config(const struct cli_group *group)
 {
   const struct swathe_sharding *sharding = &group->given->sharding;
 
-  printf("%s\n", cli_report_problem_text(&group->given->problem));
-  printf("%" PRId64 " tokens, batch %" PRId32 ", %s over %" PRId32 " ranks, %" PRId32
-         " threads each\n\nRank 0 says:\n", sharding->tokens, sharding->batch,
-         swathe_layout_name(sharding->layout), sharding->ranks, group->given->threads);
+  printf("%s\n", cli_report_problem_words(&group->given->problem));
+  printf("%" PRId64 " tokens, batch %" PRId32 ", %s over %" PRId32 " rank%s of %" PRId32
+         " compute thread%s\n\nRank 0 says:\n", sharding->tokens, sharding->batch,
+         swathe_layout_name(sharding->layout), sharding->ranks, sharding->ranks == 1 ? "" : "s",
+         group->given->threads, group->given->threads == 1 ? "" : "s");
   for (const char *line = group->explain; *line;) {
     const size_t length = strcspn(line, "\n");
     printf("  %.*s\n", (int)length, line);
@@ -210,13 +212,14 @@ static void print_bytes(const struct cli_group *group)
          moved.element_bytes);
   if (batch > 1) printf(" * %" PRId32, batch);
   printf(" = %s\n", cli_report_bytes(moved.halo_bytes).text);
-  printf("  forward    %s\n",
-         moved.forward_exact ? "every rank sent and received exactly that" : "THE RANKS COUNTED OTHERWISE");
+  printf("  forward    %s\n", moved.forward_exact ? "every rank sent and received exactly that"
+                                                  : "THE RANKS COUNTED OTHERWISE");
   if (group->arrays->backward)
     printf("  backward   %s of gradients (f32 sums) went home; %s\n",
            cli_report_bytes(moved.gradient_bytes).text,
            moved.backward_exact ? "exactly that was counted" : "THE RANKS COUNTED OTHERWISE");
-  printf("  all-gather of K and V would receive %s%s\n", cli_report_bytes(moved.all_gather_bytes).text,
+  printf("  all-gather of K and V would receive %s%s\n",
+         cli_report_bytes(moved.all_gather_bytes).text,
          ratio_text(moved.all_gather_bytes, moved.halo_bytes).text);
   printf("  a ring as far as the window reaches %s%s\n\n", cli_report_bytes(moved.ring_bytes).text,
          ratio_text(moved.ring_bytes, moved.halo_bytes).text);
@@ -244,7 +247,7 @@ static void print_text(const struct cli_args *args, const struct cli_group *grou
     print_times("backward", group->backward_us, group->backward_wait_us, group->repeat);
   if (check) {
     putchar('\n');
-    cli_check_print(check);
+    cli_check_report_print(check);
   }
   if (args->value[CLI_OUT]) printf("\nwritten to %s\n", args->value[CLI_OUT]);
 }
@@ -265,8 +268,10 @@ static enum cli_exit check_options(const struct cli_args *args)
     if (args->value[CLI_Q] && !args->value[with_q[i]])
       code = cli_fail(CLI_BAD_USE, "--q needs %s too", cli_args_name(with_q[i]));
   if (!code && transport && strcmp(transport, "threads"))
-    code = cli_fail(CLI_FAILED, "--transport %s is not supported; there is 'threads', ranks that are "
-                    "threads of one process", transport);
+    code = cli_fail(CLI_FAILED,
+                    "--transport %s is not supported; there is 'threads', ranks that are "
+                    "threads of one process",
+                    transport);
   return code;
 }
 
@@ -286,7 +291,8 @@ static enum cli_exit read_data(const struct cli_args *args, uint64_t seed, struc
   return code ? code : cli_arrays_prepare(&given->problem, arrays);
 }
 
-static enum cli_exit run_and_check(const struct cli_args *args, struct cli_group *group, uint64_t seed)
+static enum cli_exit run_and_check(const struct cli_args *args, struct cli_group *group,
+                                   uint64_t seed)
 {
   struct cli_check check = { .given = group->given, .arrays = group->arrays, .seed = seed };
   const bool wanted = args->value[CLI_CHECK];
@@ -327,11 +333,13 @@ const struct cli_verb cli_verb_run = {
   .name = "run",
   .operands = "",
   .summary = "Run a layer over ranks of this machine; check it, or replay tensors.",
-  .details = "Forward and backward on seeded random data, or on .npy files of the whole sequence, which is "
+  .details = "Forward and backward on seeded random data, or on .npy files of the whole sequence, "
+             "which is "
              "sharded, run and put together again.",
-  .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(Q) | CLI_BIT(K) |
-             CLI_BIT(V) | CLI_BIT(SINK) | CLI_BIT(DOUT) | CLI_BIT(OUT) | CLI_BIT(CHECK) | CLI_BIT(SEED) |
-             CLI_BIT(REPEAT) | CLI_BIT(TRANSPORT) | CLI_BIT(FORWARD),
+  .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(Q) |
+             CLI_BIT(K) | CLI_BIT(V) | CLI_BIT(SINK) | CLI_BIT(DOUT) | CLI_BIT(OUT) |
+             CLI_BIT(CHECK) | CLI_BIT(SEED) | CLI_BIT(REPEAT) | CLI_BIT(TRANSPORT) |
+             CLI_BIT(FORWARD),
   .examples = { "a preset over 4 ranks, compared with the reference",
                 "swathe run --model gpt-oss-20b --tokens 4096 --ranks 4 --check",
                 "tensors dumped from training, forward and backward, results in ./results",

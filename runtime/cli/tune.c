@@ -29,13 +29,25 @@ static void catch_signals(void)
   sigaction(SIGTERM, &action, NULL);
 }
 
-// Where the picks are kept.  The library has no call that says it, so this follows its documented order.
+static const char *set_variable(const char *name)
+{
+  const char *value = getenv(name);
+  return value && *value ? value : NULL;
+}
+
+// Where the picks are kept.  The library has no call that says it, so this follows the order that its
+// options document.
 static const char *database_words(const struct cli_args *args, char *text, size_t size)
 {
-  const char *variable = getenv("SWATHE_DB");
+  const char *cache =
+      args->value[CLI_CACHE] ? args->value[CLI_CACHE] : set_variable("SWATHE_CACHE_DIR");
+  const char *xdg = set_variable("XDG_CACHE_HOME"), *home = set_variable("HOME");
+
   if (args->value[CLI_DATABASE]) return args->value[CLI_DATABASE];
-  if (variable && *variable) return variable;
-  if (args->value[CLI_CACHE]) snprintf(text, size, "%s/tuning.db", args->value[CLI_CACHE]);
+  if (set_variable("SWATHE_DB")) return set_variable("SWATHE_DB");
+  if (cache) snprintf(text, size, "%s/tuning.db", cache);
+  else if (xdg) snprintf(text, size, "%s/swathe/tuning.db", xdg);
+  else if (home) snprintf(text, size, "%s/.cache/swathe/tuning.db", home);
   else snprintf(text, size, "tuning.db in the cache directory; 'swathe doctor' shows its path");
   return text;
 }
@@ -44,10 +56,10 @@ static json_t *tuned_json(enum swathe_direction direction, const struct swathe_t
 {
   return json_pack("{s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:b}", "kernel",
                    direction_names[direction], "config", tuned->config, "best_us",
-                   cli_report_real(tuned->best_us), "default_us", cli_report_real(tuned->default_us),
-                   "ratio", cli_report_real(tuned->ratio), "tried", (json_int_t)tuned->tried,
-                   "rejected", (json_int_t)tuned->rejected, "failed", (json_int_t)tuned->failed,
-                   "reused", tuned->reused);
+                   cli_report_real(tuned->best_us), "default_us",
+                   cli_report_real(tuned->default_us), "ratio", cli_report_real(tuned->ratio),
+                   "tried", (json_int_t)tuned->tried, "rejected", (json_int_t)tuned->rejected,
+                   "failed", (json_int_t)tuned->failed, "reused", tuned->reused);
 }
 
 static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned)
@@ -131,13 +143,15 @@ const struct cli_verb cli_verb_tune = {
   .name = "tune",
   .operands = "",
   .summary = "Measure one problem's kernels on this machine and keep the fastest.",
-  .details = "Every candidate must match the reference before it may win.  An interrupted call keeps what "
-             "it measured and the next one goes on from there.",
+  .details =
+      "Every candidate must match the reference before it may win.  An interrupted call keeps what "
+      "it measured and the next one goes on from there.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(BUDGET) |
              CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(FORWARD) | CLI_BIT(BACKWARD),
   .examples = { "one rank's share of a preset, for a minute",
                 "swathe tune --model gpt-oss-20b --tokens 32768 --ranks 8",
                 "everything there is, into a database to pass around",
-                "swathe tune --model gemma-3-1b --exhaustive --budget 3600 --database cluster.db", NULL },
+                "swathe tune --model gemma-3-1b --exhaustive --budget 3600 --database cluster.db",
+                NULL },
   .run = run,
 };
