@@ -224,6 +224,11 @@ static void record_compiler(struct sw_jit *jit)
   sw_jit_cache_write_note(jit->cache, "compilers/last", jit->identity);
 }
 
+const char *sw_jit_directory(struct sw_jit *jit)
+{
+  return sw_jit_cache_directory(jit->cache);
+}
+
 void sw_jit_state(struct sw_jit *jit, struct sw_jit_state *state)
 {
   const bool identified = identify(jit, ask_s) == SWATHE_OK;

@@ -54,6 +54,9 @@ void sw_jit_job_kill(struct sw_jit_job *job);  // and frees it
 enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name, void **address);
 void sw_jit_unload(struct sw_jit_image *image);
 
+// The cache directory, "" if memory only.  Borrowed until close.  Asks no compiler.
+const char *sw_jit_directory(struct sw_jit *jit);
+
 // For doctor: the cache directory ("" if memory only), whether it can be written, the compiler's path ("" if
 // none) and its first line of --version.  Borrowed until close.
 struct sw_jit_state { const char *directory, *compiler, *compiler_version, *problem; bool writable; };

@@ -368,11 +368,11 @@ static struct sw_jit_cc_run *new_run(const struct sw_jit_cc *cc, const char *las
 }
 
 // SWATHE_OK when the process came to a good end.
-static enum swathe_status judge(const struct sw_jit_cc_run *run, double deadline_s)
+static enum swathe_status judge(const struct sw_jit_cc_run *run)
 {
   if (!run->ended)
-    return sw_fail(SWATHE_TIMEOUT, "'%s' did not end within %g s and was killed", run->command,
-                   deadline_s);
+    return sw_fail(SWATHE_TIMEOUT, "'%s' did not end within %.1f s and was killed", run->command,
+                   sw_jit_cc_now() - run->started);
   if (!run->status_known) return SWATHE_OK;  // its output speaks for it
   if (WIFSIGNALED(run->wait_status))
     return sw_fail(SWATHE_COMPILE, "'%s' was killed by signal %d (%s)", run->command,
@@ -396,7 +396,7 @@ enum swathe_status sw_jit_cc_ask(const struct sw_jit_cc *cc, const char *option,
   enum swathe_status status = spawn(run, cc->path, argv, false);
   if (!status) {
     wait_until(run, run->started + deadline_s);
-    status = judge(run, deadline_s);
+    status = judge(run);
   }
   if (!status) {
     run->log[run->log_bytes] = 0;
@@ -521,7 +521,7 @@ enum swathe_status sw_jit_cc_finish(struct sw_jit_cc_run *run, double deadline_s
                                     char **log)
 {
   wait_until(run, sw_jit_cc_now() + deadline_s);
-  enum swathe_status status = judge(run, deadline_s);
+  enum swathe_status status = judge(run);
   if (!status) status = read_object(run, bytes, size);
   *seconds = run->seconds;
   if (log) *log = status ? take_log(run) : NULL;
