@@ -162,6 +162,10 @@ return {
         { "there are accumulators enough to hide the latency of an FMA", function(c)
             return c.vectors * math.min(c.rows_k, c.rows_d) >= 8 and c.vectors_d * c.rows_j >= 8
           end },
+        { "a tile has 32 to 256 rows", function(c)
+            local rows = c.lanes * c.vectors * c.panels
+            return 32 <= rows and rows <= 256
+          end },
         { "a tile is no longer than the window", function(c)
             return c.left_limited == 0 or c.right_limited == 0 or c.panels == 1 or
                    c.tile_tokens <= c.window_left + c.window_right + 1

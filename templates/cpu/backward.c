@@ -28,8 +28,8 @@
 enum {
   ROWS         = LANES * VECTORS,     // rows of a panel
   TILE_ROWS    = ROWS * PANELS,
-  K_STRIDE     = LANES * KEY_VECTORS,    // from key to key in a packed block, from row to row of Q
-  V_STRIDE     = LANES * VALUE_VECTORS,  // and dO: in floats, 0 behind the dims of the head
+  K_STRIDE     = LANES * KEY_VECTORS,    // floats from key to key in a packed block, and from row
+  V_STRIDE     = LANES * VALUE_VECTORS,  // to row of Q and dO
   P_STRIDE     = TILE_ROWS + LANES,   // from key to key in P^T and dS^T; a vector more than needed,
                                       // for powers of two would fall on the same few cache sets
   GRAIN        = ROWS_K > ROWS_J ? ROWS_K : ROWS_J,   // a panel's part of a block is rounded to it
@@ -55,7 +55,7 @@ struct workspace {
   float q_t[PANELS][K_STRIDE * ROWS] ALIGNED;     // Q^T, scaled to powers of two
   float dout_t[PANELS][V_STRIDE * ROWS] ALIGNED;  // dO^T
   float dq_t[PANELS][K_STRIDE * ROWS] ALIGNED;    // dQ^T, not yet scaled
-  float q[TILE_ROWS * K_STRIDE] ALIGNED;          // Q * scale, 0 behind HEAD_DIM_QK
+  float q[TILE_ROWS * K_STRIDE] ALIGNED;          // Q * scale
   float dout[TILE_ROWS * V_STRIDE] ALIGNED;       // dO, 0 behind HEAD_DIM_V
   float p[BLOCK_K * P_STRIDE] ALIGNED;            // P^T
   float ds[BLOCK_K * P_STRIDE] ALIGNED;           // dS^T
@@ -383,17 +383,13 @@ static struct slot *visit_block(struct workspace *w, const struct tile *t, sw_in
 struct rows { int begin, end; };      // keys, as rows of a block
 
 // Which rows of a block a panel works on: those of the positions `here` that it sees, rounded to
-// GRAIN.
+// GRAIN.  Both ends only grow from panel to panel; there are none when begin >= end.
 static struct rows rows_of_panel(const struct tile *t, int panel, const struct block *block,
                                  struct positions here) {
-  const struct rows none_yet = { 0, 0 }, none_left = { BLOCK_K, BLOCK_K };
   int tokens = panel_tokens(t, panel);
-  if (!tokens) return none_left;
-  struct positions seen = keys_of_some(t->position + panel * PANEL_TOKENS, tokens);
-  if (seen.end <= here.begin) return none_yet;
-  if (seen.begin >= here.end) return none_left;
+  if (!tokens) return (struct rows){ BLOCK_K, BLOCK_K };
   sw_int64 first = block->number * BLOCK_K;
-  here = overlap(here, seen);
+  here = overlap(here, keys_of_some(t->position + panel * PANEL_TOKENS, tokens));
   return (struct rows){ (int)(here.begin - first) / GRAIN * GRAIN,
                         (int)(here.end - first + GRAIN - 1) / GRAIN * GRAIN };
 }
@@ -475,7 +471,6 @@ static void backward_item(struct workspace *w, const struct sw_attention_args *a
   t.b = item / args->kv_heads % args->batch;
   __builtin_memset(w->dsink, 0, sizeof w->dsink);
   w->next_block = 0;
-  for (sw_int64 slot = 0; slot < w->slots; slot++) w->slot[slot].block.number = -1;
 
   for (sw_int64 token = 0; token < t.unit->tokens; token += TILE_TOKENS) {
     sw_int64 left = t.unit->tokens - token;
@@ -496,9 +491,9 @@ static void backward_item(struct workspace *w, const struct sw_attention_args *a
 
 void backward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
   struct workspace *w = workspace;
-  if (K_STRIDE - HEAD_DIM_QK > 0) __builtin_memset(w->q, 0, sizeof w->q);   // and 0 it stays there
   if (V_STRIDE - HEAD_DIM_V > 0) __builtin_memset(w->dout, 0, sizeof w->dout);
   w->slots = block_slots(args->max_keys, TILE_TOKENS);
+  for (sw_int64 slot = 0; slot < w->slots; slot++) w->slot[slot].block.number = -1;
   for (int m = 0; m < ROWS; m++) ((int *)w->lane_token)[m] = m / PACK;
   for (sw_int64 item = begin; item < end; item++) backward_item(w, args, item);
 }
