@@ -1,10 +1,10 @@
 // halo.c: spans -> who sends what to whom.
 //
-// One walk makes it all: from each of the rank's spans outward along its document, piece by piece, until
-// the window ends.  What is met on the way are owners (of keys this span's queries see) and, with the
-// window's two sides exchanged, readers (whose queries see this span's keys).  Both ends of a message
-// find the same intervals, sort them by document and position and unite those that touch, so they agree
-// on the wire's order without a word.
+// One walk makes it all: from each of the rank's spans outward along its document, piece by piece,
+// until the window ends.  What is met on the way are owners (of keys this span's queries see) and,
+// with the window's two sides exchanged, readers (whose queries see this span's keys).  Both ends
+// of a message find the same intervals, sort them by document and position and unite those that
+// touch, so they agree on the wire's order without a word.
 #include "halo.h"
 
 #include <assert.h>
@@ -80,7 +80,8 @@ static bool walk_on(struct walk *walk, struct sw_piece *piece)
 {
   const bool before = walk->side == BEFORE;
   if (before ? walk->edge <= walk->limit : walk->edge >= walk->limit) return false;
-  *piece = sw_sharding_piece_at(walk->sharding, walk->document, before ? walk->edge - 1 : walk->edge);
+  *piece =
+      sw_sharding_piece_at(walk->sharding, walk->document, before ? walk->edge - 1 : walk->edge);
   walk->edge = before ? piece->begin : piece->end;
   walk->hops += piece->owner != walk->owner;
   walk->owner = piece->owner;
@@ -103,8 +104,8 @@ static enum swathe_status append_key(struct sw_list *list, const struct sw_shard
   return status;
 }
 
-// The row of a position that the rank itself holds.  The spans of a computed layout ascend by document
-// and position as they do by row.
+// The row of a position that the rank itself holds.  The spans of a computed layout ascend by
+// document and position as they do by row.
 static int64_t own_row(const struct sw_halo_planner *planner, const struct sw_piece *piece,
                        int64_t position)
 {
@@ -197,10 +198,11 @@ static enum swathe_status find_all_needs(struct sw_halo_planner *planner,
   return SWATHE_OK;
 }
 
-// The keys of the span that other ranks' queries on one side of it see.  Queries after the span look
-// back, so a walk AFTER reaches as far as window_left.
-static enum swathe_status find_readers(struct sw_halo_planner *planner, const struct swathe_span *span,
-                                       enum side side, int64_t reach)
+// The keys of the span that other ranks' queries on one side of it see.  Queries after the span
+// look back, so a walk AFTER reaches as far as window_left.
+static enum swathe_status find_readers(struct sw_halo_planner *planner,
+                                       const struct swathe_span *span, enum side side,
+                                       int64_t reach)
 {
   struct walk walk = walk_from(planner, span, side, reach);
   const int64_t span_end = span->position + span->tokens;
@@ -220,8 +222,8 @@ static enum swathe_status find_readers(struct sw_halo_planner *planner, const st
       .reader = piece.owner,
       .hops = walk.hops,
     };
-    const struct sw_sharding_key key = { span->document, begin, span->position, planner->wanted.count,
-                                         piece.owner };
+    const struct sw_sharding_key key = { span->document, begin, span->position,
+                                         planner->wanted.count, piece.owner };
     status = append(&planner->wanted, &want);
     if (!status) status = append_key(&planner->keys, &key);
   }
@@ -236,8 +238,8 @@ static void open_message(struct sw_list *messages, int32_t peer, int64_t slot, i
   *message = (struct sw_halo_message){ peer, slot, 0, segment, segment };
 }
 
-// Sorts the keys of segments[] by peer, document and position, unites what touches within one piece of
-// its owner, and lists what goes over the wire.  Slots follow; segments[] learn theirs.
+// Sorts the keys of segments[] by peer, document and position, unites what touches within one piece
+// of its owner, and lists what goes over the wire.  Slots follow; segments[] learn theirs.
 static enum swathe_status make_messages(struct sw_halo_planner *planner, struct sw_list *segments,
                                         struct sw_list *united, struct sw_list *messages,
                                         int64_t *tokens)
@@ -321,7 +323,8 @@ static enum swathe_status list_spans(struct sw_halo_planner *planner)
   const enum swathe_status status =
       sw_list_reserve(&planner->spans, plan->span_count, sizeof(struct swathe_span));
   if (!status)
-    sw_sharding_spans(&planner->sharding, plan->rank, planner->spans.items, planner->spans.capacity);
+    sw_sharding_spans(&planner->sharding, plan->rank, planner->spans.items,
+                      planner->spans.capacity);
   return status;
 }
 
@@ -372,7 +375,8 @@ static enum swathe_status plan_rank(struct sw_halo_planner *planner,
   return SWATHE_OK;
 }
 
-enum swathe_status sw_halo_plan(struct sw_halo_planner *planner, const struct swathe_problem *problem,
+enum swathe_status sw_halo_plan(struct sw_halo_planner *planner,
+                                const struct swathe_problem *problem,
                                 const struct swathe_sharding *sharding, int32_t rank,
                                 const struct sw_halo_plan **plan)
 {
@@ -400,12 +404,13 @@ static int64_t plus(int64_t a, int64_t b)
   return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
 }
 
-// Received when heads are dealt out, forward.  Of q, k and v a rank gets its heads / ranks of every row
-// it does not hold; of out it gets back, for its own rows, the heads that the other ranks computed:
+// Received when heads are dealt out, forward.  Of q, k and v a rank gets its heads / ranks of every
+// row it does not hold; of out it gets back, for its own rows, the heads that the other ranks
+// computed:
 //   (T - rows) * (q_heads * dqk + kv_heads * (dqk + dv)) / P  +  rows * q_heads * dv * (P - 1) / P
 // With even shares that is (P - 1) / P of the rank's share of q, k, v and out.
-static int64_t all_to_all_bytes(const struct swathe_problem *problem, int32_t ranks, int64_t all_rows,
-                                int64_t rows, int32_t batch)
+static int64_t all_to_all_bytes(const struct swathe_problem *problem, int32_t ranks,
+                                int64_t all_rows, int64_t rows, int32_t batch)
 {
   if (problem->q_heads % ranks || problem->kv_heads % ranks) return -1;
   const int64_t q_heads = problem->q_heads / ranks, kv_heads = problem->kv_heads / ranks;

@@ -1,8 +1,8 @@
 // sharding.c: layouts -> who holds which position of which document.
 //
-// The computed layouts cut a row into chunks; owners, rows and spans follow by arithmetic, so that a rank
-// never lists what others hold.  Spans given by a caller are checked and sorted into one index.
-// Stands first in the halo room: halo.c walks along documents through sw_sharding_piece_at.
+// The computed layouts cut a row into chunks; owners, rows and spans follow by arithmetic, so that
+// a rank never lists what others hold.  Spans given by a caller are checked and sorted into one
+// index. Stands first in the halo room: halo.c walks along documents through sw_sharding_piece_at.
 #include "sharding.h"
 
 #include <assert.h>
@@ -49,18 +49,19 @@ static int64_t stretch_end(const struct sw_sharding_key *keys, int64_t begin, in
   return end;
 }
 
-static void merge_stretches(const struct sw_sharding_key *from, struct sw_sharding_key *to, int64_t begin,
-                            int64_t middle, int64_t end)
+static void merge_stretches(const struct sw_sharding_key *from, struct sw_sharding_key *to,
+                            int64_t begin, int64_t middle, int64_t end)
 {
   int64_t left = begin, right = middle;
   for (int64_t i = begin; i < end; i++) {
-    const bool take_right = right < end && (left == middle || key_before(&from[right], &from[left]));
+    const bool take_right =
+        right < end && (left == middle || key_before(&from[right], &from[left]));
     to[i] = take_right ? from[right++] : from[left++];
   }
 }
 
-// Merges the ascending stretches that are there, two by two: one look at a list that is already sorted.
-// (qsort may allocate.)
+// Merges the ascending stretches that are there, two by two: one look at a list that is already
+// sorted. (qsort may allocate.)
 void sw_sharding_sort(struct sw_sharding_key *keys, struct sw_sharding_key *scratch, int64_t count)
 {
   struct sw_sharding_key *from = keys, *to = scratch;
@@ -116,8 +117,8 @@ static struct cut packed_row(const struct sw_sharding *sharding)
   return (struct cut){ 0, sharding->given->tokens, layout_chunks(sharding->given) };
 }
 
-// The document's place in the packed row, padding included; `documents` itself is the row's tail, which
-// no document covers.
+// The document's place in the packed row, padding included; `documents` itself is the row's tail,
+// which no document covers.
 static struct cut document_row(const struct sw_sharding *sharding, int64_t document)
 {
   const int64_t begin = sharding->places[document];
@@ -152,7 +153,8 @@ struct span_sink {
 
 static bool adjacent(const struct swathe_span *before, const struct swathe_span *after)
 {
-  return before->document == after->document && before->position + before->tokens == after->position &&
+  return before->document == after->document &&
+         before->position + before->tokens == after->position &&
          before->row + before->tokens == after->row;
 }
 
@@ -171,15 +173,17 @@ static void take_span(struct span_sink *sink, struct swathe_span span)
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// What of a document lies within tokens [begin, end) of the packed row; the rank keeps `begin` in `row`.
-static void take_document(const struct sw_sharding *sharding, struct span_sink *sink, int64_t document,
-                          int64_t begin, int64_t end, int64_t row)
+// What of a document lies within tokens [begin, end) of the packed row; the rank keeps `begin` in
+// `row`.
+static void take_document(const struct sw_sharding *sharding, struct span_sink *sink,
+                          int64_t document, int64_t begin, int64_t end, int64_t row)
 {
   const int64_t place = sharding->places[document];
   const int64_t first = larger(begin, place);
   const int64_t last = smaller(end, place + sw_sharding_document_tokens(sharding, document));
   if (first < last)
-    take_span(sink, (struct swathe_span){ document, first - place, last - first, row + first - begin, first });
+    take_span(sink, (struct swathe_span){ document, first - place, last - first,
+                                          row + first - begin, first });
 }
 
 // The first document that ends, padding included, after this token of the packed row.
@@ -194,30 +198,34 @@ static int64_t document_at(const struct sw_sharding *sharding, int64_t token)
   return low;
 }
 
-static void take_packed_chunk(const struct sw_sharding *sharding, struct span_sink *sink, int64_t chunk,
-                              int64_t row)
+static void take_packed_chunk(const struct sw_sharding *sharding, struct span_sink *sink,
+                              int64_t chunk, int64_t row)
 {
   const struct cut cut = packed_row(sharding);
   const int64_t begin = chunk_begin(cut, chunk), end = chunk_begin(cut, chunk + 1);
-  for (int64_t d = document_at(sharding, begin); d < sharding->documents && sharding->places[d] < end; d++)
+  for (int64_t d = document_at(sharding, begin);
+       d < sharding->documents && sharding->places[d] < end; d++)
     take_document(sharding, sink, d, begin, end, row);
 }
 
-static void take_document_chunks(const struct sw_sharding *sharding, struct span_sink *sink, int32_t rank)
+static void take_document_chunks(const struct sw_sharding *sharding, struct span_sink *sink,
+                                 int32_t rank)
 {
   int64_t row = 0;
   for (int64_t d = 0; d < sharding->documents; d++) {
     const struct cut cut = document_row(sharding, d);
     const int64_t chunks[2] = { rank, cut.chunks - 1 - rank };
     for (int half = 0; half < 2; half++) {
-      const int64_t begin = chunk_begin(cut, chunks[half]), end = chunk_begin(cut, chunks[half] + 1);
+      const int64_t begin = chunk_begin(cut, chunks[half]),
+                    end = chunk_begin(cut, chunks[half] + 1);
       take_document(sharding, sink, d, cut.first + begin, cut.first + end, row);
       row += end - begin;
     }
   }
 }
 
-static void take_given_spans(const struct sw_sharding *sharding, struct span_sink *sink, int32_t rank)
+static void take_given_spans(const struct sw_sharding *sharding, struct span_sink *sink,
+                             int32_t rank)
 {
   const struct swathe_sharding *given = sharding->given;
   for (int64_t i = given->rank_spans[rank]; i < given->rank_spans[rank + 1]; i++) {
@@ -227,8 +235,8 @@ static void take_given_spans(const struct sw_sharding *sharding, struct span_sin
   }
 }
 
-int64_t sw_sharding_spans(const struct sw_sharding *sharding, int32_t rank, struct swathe_span *spans,
-                          int64_t capacity)
+int64_t sw_sharding_spans(const struct sw_sharding *sharding, int32_t rank,
+                          struct swathe_span *spans, int64_t capacity)
 {
   struct span_sink sink = { .spans = spans, .capacity = capacity };
   const struct cut cut = packed_row(sharding);
@@ -274,7 +282,8 @@ int64_t sw_sharding_rows(const struct sw_sharding *sharding, int32_t rank)
 // ---- Pieces ------------------------------------------------------------------------------------
 
 // The last given piece that begins at or before the position.
-static struct sw_piece given_piece(const struct sw_sharding *sharding, int64_t document, int64_t position)
+static struct sw_piece given_piece(const struct sw_sharding *sharding, int64_t document,
+                                   int64_t position)
 {
   const struct sw_piece *pieces = sharding->pieces.items;
   int64_t low = 0, high = sharding->pieces.count;
@@ -289,7 +298,8 @@ static struct sw_piece given_piece(const struct sw_sharding *sharding, int64_t d
   return pieces[low];
 }
 
-struct sw_piece sw_sharding_piece_at(const struct sw_sharding *sharding, int64_t document, int64_t position)
+struct sw_piece sw_sharding_piece_at(const struct sw_sharding *sharding, int64_t document,
+                                     int64_t position)
 {
   const enum swathe_layout layout = sharding->given->layout;
   assert(0 <= position && position < sw_sharding_document_tokens(sharding, document));
@@ -297,7 +307,8 @@ struct sw_piece sw_sharding_piece_at(const struct sw_sharding *sharding, int64_t
 
   const struct cut cut =
       layout == SWATHE_ZIGZAG_DOCUMENT ? document_row(sharding, document) : packed_row(sharding);
-  const int64_t shift = sharding->places[document] - cut.first;  // of the document within the cut row
+  const int64_t shift =
+      sharding->places[document] - cut.first;  // of the document within the cut row
   const int64_t chunk = chunk_of(cut, position + shift);
   int64_t owner = chunk, begin = chunk_begin(cut, chunk), end = chunk_begin(cut, chunk + 1);
   if (layout != SWATHE_CONTIGUOUS) {
@@ -330,11 +341,12 @@ static enum swathe_status check_starts(const char *name, const int64_t *starts, 
     return sw_fail(SWATHE_BAD_SHARDING, "%s[0] is %" PRId64 ", not 0", name, starts[0]);
   for (int64_t d = 0; d < documents; d++)
     if (starts[d + 1] < starts[d])
-      return sw_fail(SWATHE_BAD_SHARDING, "%s descends from %" PRId64 " to %" PRId64 " at document %" PRId64,
-                     name, starts[d], starts[d + 1], d);
+      return sw_fail(SWATHE_BAD_SHARDING,
+                     "%s descends from %" PRId64 " to %" PRId64 " at document %" PRId64, name,
+                     starts[d], starts[d + 1], d);
   if (starts[documents] > tokens)
-    return sw_fail(SWATHE_BAD_SHARDING, "%s ends at %" PRId64 ", past the row's %" PRId64 " tokens", name,
-                   starts[documents], tokens);
+    return sw_fail(SWATHE_BAD_SHARDING, "%s ends at %" PRId64 ", past the row's %" PRId64 " tokens",
+                   name, starts[documents], tokens);
   return SWATHE_OK;
 }
 
@@ -362,34 +374,37 @@ static enum swathe_status check_documents(struct sw_sharding *sharding)
     const int64_t tokens = sw_sharding_document_tokens(sharding, d);
     const int64_t room = sharding->places[d + 1] - sharding->places[d];
     if (tokens > room)
-      status = sw_fail(SWATHE_BAD_SHARDING,
-                       "document %" PRId64 " has %" PRId64 " tokens, but its padded place has %" PRId64, d,
-                       tokens, room);
+      status =
+          sw_fail(SWATHE_BAD_SHARDING,
+                  "document %" PRId64 " has %" PRId64 " tokens, but its padded place has %" PRId64,
+                  d, tokens, room);
   }
   return status;
 }
 
 // One span of the caller's; `row_end` is the first row that is free, `rows` how many there are.
-static enum swathe_status check_span(const struct sw_sharding *sharding, int32_t rank, int64_t index,
-                                     const struct swathe_span *span, int64_t row_end, int64_t rows)
+static enum swathe_status check_span(const struct sw_sharding *sharding, int32_t rank,
+                                     int64_t index, const struct swathe_span *span, int64_t row_end,
+                                     int64_t rows)
 {
   if (span->tokens < 0)
-    return sw_fail(SWATHE_BAD_SHARDING, "rank %d, span %" PRId64 ": %" PRId64 " tokens", rank, index,
-                   span->tokens);
+    return sw_fail(SWATHE_BAD_SHARDING, "rank %d, span %" PRId64 ": %" PRId64 " tokens", rank,
+                   index, span->tokens);
   if (!span->tokens) return SWATHE_OK;
   if (span->document < 0 || span->document >= sharding->documents)
     return sw_fail(SWATHE_BAD_SHARDING,
-                   "rank %d, span %" PRId64 ": document %" PRId64 " is none of the %" PRId64, rank, index,
-                   span->document, sharding->documents);
+                   "rank %d, span %" PRId64 ": document %" PRId64 " is none of the %" PRId64, rank,
+                   index, span->document, sharding->documents);
   const int64_t length = sw_sharding_document_tokens(sharding, span->document);
-  if (span->position < 0 || span->position > length || span->tokens > length - span->position)
+  if (span->position < 0 || span->tokens > length - span->position)
     return sw_fail(SWATHE_BAD_SHARDING,
                    "rank %d, span %" PRId64 ": %" PRId64 " tokens from position %" PRId64
                    " leave document %" PRId64 " of %" PRId64 " tokens",
                    rank, index, span->tokens, span->position, span->document, length);
   if (span->row < row_end)
     return sw_fail(SWATHE_BAD_SHARDING,
-                   "rank %d, span %" PRId64 ": begins at row %" PRId64 ", but the rows before %" PRId64
+                   "rank %d, span %" PRId64 ": begins at row %" PRId64
+                   ", but the rows before %" PRId64
                    " belong to earlier spans; rows must ascend and not overlap",
                    rank, index, span->row, row_end);
   if (span->row > rows || span->tokens > rows - span->row)
@@ -404,13 +419,16 @@ static enum swathe_status check_rank_spans(const struct swathe_sharding *given)
 {
   if (!given->rank_spans) return sw_fail(SWATHE_BAD_SHARDING, "rank_spans is NULL");
   if (given->rank_spans[0] != 0)
-    return sw_fail(SWATHE_BAD_SHARDING, "rank_spans[0] is %" PRId64 ", not 0", given->rank_spans[0]);
+    return sw_fail(SWATHE_BAD_SHARDING, "rank_spans[0] is %" PRId64 ", not 0",
+                   given->rank_spans[0]);
   for (int32_t r = 0; r < given->ranks; r++) {
     if (given->rank_spans[r + 1] < given->rank_spans[r])
-      return sw_fail(SWATHE_BAD_SHARDING, "rank_spans descends from %" PRId64 " to %" PRId64 " at rank %d",
+      return sw_fail(SWATHE_BAD_SHARDING,
+                     "rank_spans descends from %" PRId64 " to %" PRId64 " at rank %d",
                      given->rank_spans[r], given->rank_spans[r + 1], r);
     if (given->rank_rows && given->rank_rows[r] < 0)
-      return sw_fail(SWATHE_BAD_SHARDING, "rank_rows of rank %d is %" PRId64, r, given->rank_rows[r]);
+      return sw_fail(SWATHE_BAD_SHARDING, "rank_rows of rank %d is %" PRId64, r,
+                     given->rank_rows[r]);
   }
   if (given->rank_spans[given->ranks] > 0 && !given->spans)
     return sw_fail(SWATHE_BAD_SHARDING, "rank_spans counts %" PRId64 " spans, but spans is NULL",
@@ -432,8 +450,8 @@ static enum swathe_status collect_pieces(struct sw_sharding *sharding, int32_t r
     if (status) return status;
     if (!span->tokens) continue;
     struct sw_piece *last = sharding->unsorted.count ? &pieces[sharding->unsorted.count - 1] : NULL;
-    if (last && last->owner == rank && last->document == span->document && last->end == span->position &&
-        row_end == span->row) {
+    if (last && last->owner == rank && last->document == span->document &&
+        last->end == span->position && row_end == span->row) {
       last->end += span->tokens;
     } else {
       pieces[sharding->unsorted.count++] = (struct sw_piece){
@@ -457,15 +475,16 @@ static enum swathe_status check_cover(const struct sw_sharding *sharding)
       if (piece->begin > covered) break;
       if (piece->begin < covered)
         return sw_fail(SWATHE_BAD_SHARDING,
-                       "document %" PRId64 ": position %" PRId64 " is held twice, by rank %d, span %" PRId64
-                       " and by rank %d, span %" PRId64,
+                       "document %" PRId64 ": position %" PRId64
+                       " is held twice, by rank %d, span %" PRId64 " and by rank %d, span %" PRId64,
                        d, piece->begin, piece[-1].owner, piece[-1].span, piece->owner, piece->span);
       covered = piece->end;
     }
     if (covered < length)
       return sw_fail(SWATHE_BAD_SHARDING,
-                     "document %" PRId64 ": positions [%" PRId64 ", %" PRId64 ") are held by no rank", d,
-                     covered, piece < end && piece->document == d ? piece->begin : length);
+                     "document %" PRId64 ": positions [%" PRId64 ", %" PRId64
+                     ") are held by no rank",
+                     d, covered, piece < end && piece->document == d ? piece->begin : length);
   }
   return SWATHE_OK;
 }
@@ -498,15 +517,18 @@ static enum swathe_status index_spans(struct sw_sharding *sharding)
   return check_cover(sharding);
 }
 
-enum swathe_status sw_sharding_open(struct sw_sharding *sharding, const struct swathe_sharding *given)
+enum swathe_status sw_sharding_open(struct sw_sharding *sharding,
+                                    const struct swathe_sharding *given)
 {
   sharding->given = given;
   if ((unsigned)given->layout > SWATHE_SPANS)
     return sw_fail(SWATHE_BAD_SHARDING, "there is no layout %d", (int)given->layout);
   if (given->ranks < 1) return sw_fail(SWATHE_BAD_SHARDING, "%d ranks; at least 1", given->ranks);
-  if (given->batch < 1) return sw_fail(SWATHE_BAD_SHARDING, "a batch of %d; at least 1", given->batch);
+  if (given->batch < 1)
+    return sw_fail(SWATHE_BAD_SHARDING, "a batch of %d; at least 1", given->batch);
   if (given->tokens < 0) return sw_fail(SWATHE_BAD_SHARDING, "%" PRId64 " tokens", given->tokens);
-  if (given->documents < 0) return sw_fail(SWATHE_BAD_SHARDING, "%" PRId64 " documents", given->documents);
+  if (given->documents < 0)
+    return sw_fail(SWATHE_BAD_SHARDING, "%" PRId64 " documents", given->documents);
   const enum swathe_status status = check_documents(sharding);
   if (status || given->layout != SWATHE_SPANS) return status;
   return index_spans(sharding);
@@ -522,8 +544,8 @@ void sw_sharding_free(struct sw_sharding *sharding)
 
 // ---- Public ------------------------------------------------------------------------------------
 
-static enum swathe_status open_for_rank(struct sw_sharding *opened, const struct swathe_sharding *sharding,
-                                        int32_t rank)
+static enum swathe_status open_for_rank(struct sw_sharding *opened,
+                                        const struct swathe_sharding *sharding, int32_t rank)
 {
   const enum swathe_status status = sw_sharding_open(opened, sharding);
   if (!status && (rank < 0 || rank >= sharding->ranks))
@@ -531,7 +553,8 @@ static enum swathe_status open_for_rank(struct sw_sharding *opened, const struct
   return status;
 }
 
-enum swathe_status swathe_sharding_rows(const struct swathe_sharding *sharding, int32_t rank, int64_t *rows)
+enum swathe_status swathe_sharding_rows(const struct swathe_sharding *sharding, int32_t rank,
+                                        int64_t *rows)
 {
   struct sw_sharding opened = { 0 };
   const enum swathe_status status = open_for_rank(&opened, sharding, rank);
@@ -541,7 +564,8 @@ enum swathe_status swathe_sharding_rows(const struct swathe_sharding *sharding, 
 }
 
 enum swathe_status swathe_sharding_spans(const struct swathe_sharding *sharding, int32_t rank,
-                                         struct swathe_span *spans, int64_t capacity, int64_t *count)
+                                         struct swathe_span *spans, int64_t capacity,
+                                         int64_t *count)
 {
   struct sw_sharding opened = { 0 };
   const enum swathe_status status = open_for_rank(&opened, sharding, rank);

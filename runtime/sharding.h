@@ -4,7 +4,8 @@
 
 #include "error.h"
 
-// An array that grows and is never given back before sw_list_free.  The user knows the type of its items.
+// An array that grows and is never given back before sw_list_free.  The user knows the type of its
+// items.
 struct sw_list {
   void *items;
   int64_t count, capacity;
@@ -14,10 +15,12 @@ struct sw_list {
 enum swathe_status sw_list_reserve(struct sw_list *list, int64_t capacity, size_t item_bytes);
 void sw_list_free(struct sw_list *list);
 
-// A span seen along its document: positions [begin, end) of one owner, in consecutive rows of its tensors.
+// A span seen along its document: positions [begin, end) of one owner, in consecutive rows of its
+// tensors.
 struct sw_piece {
   int64_t document, begin, end;
-  int64_t row;    // of `begin` in the owner's tensors; SWATHE_SPANS only, else -1: nobody but the owner asks
+  int64_t row;    // of `begin` in the owner's tensors; SWATHE_SPANS only, else -1: nobody but the
+                  // owner asks
   int64_t span;   // SWATHE_SPANS only: index in the owner's list, for words
   int32_t owner;
 };
@@ -45,7 +48,8 @@ struct sw_sharding {
 };
 
 // SWATHE_BAD_SHARDING: see halo.h.
-enum swathe_status sw_sharding_open(struct sw_sharding *sharding, const struct swathe_sharding *given);
+enum swathe_status sw_sharding_open(struct sw_sharding *sharding,
+                                    const struct swathe_sharding *given);
 void sw_sharding_free(struct sw_sharding *sharding);
 
 // Rows of the rank's tensors.
@@ -53,8 +57,8 @@ int64_t sw_sharding_rows(const struct sw_sharding *sharding, int32_t rank);
 
 // The rank's spans by ascending row, adjacent ones merged, empty ones dropped.  Writes the first
 // `capacity`; returns how many there are.
-int64_t sw_sharding_spans(const struct sw_sharding *sharding, int32_t rank, struct swathe_span *spans,
-                          int64_t capacity);
+int64_t sw_sharding_spans(const struct sw_sharding *sharding, int32_t rank,
+                          struct swathe_span *spans, int64_t capacity);
 
 int64_t sw_sharding_document_tokens(const struct sw_sharding *sharding, int64_t document);
 

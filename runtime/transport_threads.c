@@ -1,10 +1,11 @@
 // transport_threads.c: the ranks are threads of one process.
 //
-// Between two ranks, and for each direction, posted messages wait in a lane: the first send and the first
-// receive of a lane belong together.  Whoever of the two ranks comes by (in test or wait) copies a slice of
-// it, straight from one tensor to the other and without the lock, so that nobody needs a helper thread and
-// a rank that computes does not hold up one that waits.  A rank that fails takes its messages back before
-// it tells its caller; nothing touches their memory afterwards.
+// Between two ranks, and for each direction, posted messages wait in a lane: the first send and the
+// first receive of a lane belong together.  Whoever of the two ranks comes by (in test or wait)
+// copies a slice of it, straight from one tensor to the other and without the lock, so that nobody
+// needs a helper thread and a rank that computes does not hold up one that waits.  A rank that
+// fails takes its messages back before it tells its caller; nothing touches their memory
+// afterwards.
 #include "transport.h"
 
 #include <assert.h>
@@ -51,8 +52,8 @@ struct endpoint {
   char words[WORDS_BYTES];
 };
 
-// One gather; two take turns.  Who begins the next but one has left the next, which nobody leaves before
-// all have come to it, that is, before all have left this one.
+// One gather; two take turns.  Who begins the next but one has left the next, which nobody leaves
+// before all have come to it, that is, before all have left this one.
 struct gathering {
   char *all;
   size_t bytes, capacity;     // of one rank's part; of `all`
@@ -164,7 +165,8 @@ static void fail_over_peer(struct endpoint *endpoint, const struct endpoint *pee
   set_failed(endpoint, SWATHE_TRANSPORT, words);
 }
 
-static void fail_over_bytes(struct endpoint *from, struct endpoint *to, size_t sent, size_t expected)
+static void fail_over_bytes(struct endpoint *from, struct endpoint *to, size_t sent,
+                            size_t expected)
 {
   char words[WORDS_BYTES];
   snprintf(words, sizeof words,
@@ -186,11 +188,12 @@ static void fail_over_deadline(struct endpoint *endpoint)
           incoming ? lane_between(group, peer, rank) : lane_between(group, rank, peer);
       const struct posted *first = incoming ? lane->receives.first : lane->sends.first;
       if (!first) continue;
-      snprintf(words, sizeof words,
-               "rank %d waited %g s for rank %d: %zu of %zu bytes to %s are missing (%lld messages are "
-               "not done)",
-               rank, group->deadline_s, peer, first->bytes - lane->copied, first->bytes,
-               incoming ? "receive from it" : "send to it", (long long)endpoint->pending);
+      snprintf(
+          words, sizeof words,
+          "rank %d waited %g s for rank %d: %zu of %zu bytes to %s are missing (%lld messages are "
+          "not done)",
+          rank, group->deadline_s, peer, first->bytes - lane->copied, first->bytes,
+          incoming ? "receive from it" : "send to it", (long long)endpoint->pending);
       set_failed(endpoint, SWATHE_TIMEOUT, words);
       return;
     }
@@ -198,7 +201,8 @@ static void fail_over_deadline(struct endpoint *endpoint)
 
 // ---- Progress ----------------------------------------------------------------------------------
 
-// One slice of the lane's first message, if both ends have posted it.  Returns the bytes that moved.
+// One slice of the lane's first message, if both ends have posted it.  Returns the bytes that
+// moved.
 static size_t advance_lane(struct endpoint *me, struct endpoint *peer, struct endpoint *from,
                          struct endpoint *to)
 {
@@ -255,11 +259,11 @@ static enum swathe_status check_messages(const struct endpoint *endpoint,
     const struct sw_transport_message *message = &messages[i];
     if (message->peer < 0 || message->peer >= endpoint->group->ranks ||
         message->peer == endpoint->transport.rank)
-      return sw_fail(SWATHE_BAD_USE, "rank %d has no peer %d among %d ranks", endpoint->transport.rank,
-                     message->peer, endpoint->group->ranks);
+      return sw_fail(SWATHE_BAD_USE, "rank %d has no peer %d among %d ranks",
+                     endpoint->transport.rank, message->peer, endpoint->group->ranks);
     if (!message->bytes || !message->data)
-      return sw_fail(SWATHE_BAD_USE, "rank %d: an empty message %s rank %d", endpoint->transport.rank,
-                     message->send ? "to" : "from", message->peer);
+      return sw_fail(SWATHE_BAD_USE, "rank %d: an empty message %s rank %d",
+                     endpoint->transport.rank, message->send ? "to" : "from", message->peer);
   }
   return SWATHE_OK;
 }
@@ -346,14 +350,16 @@ static void fail_gathering(struct swathe_threads *group, struct gathering *gathe
 }
 
 // Puts the rank's part down, unless it does not fit the others'.
-static void come(struct endpoint *endpoint, struct gathering *gathering, const void *mine, size_t bytes)
+static void come(struct endpoint *endpoint, struct gathering *gathering, const void *mine,
+                 size_t bytes)
 {
   struct swathe_threads *group = endpoint->group;
   const int32_t rank = endpoint->transport.rank;
   char words[WORDS_BYTES];
   if (!gathering->came_count) {
     const size_t all_bytes = bytes * (size_t)group->ranks;
-    char *all = all_bytes > gathering->capacity ? realloc(gathering->all, all_bytes) : gathering->all;
+    char *all =
+        all_bytes > gathering->capacity ? realloc(gathering->all, all_bytes) : gathering->all;
     if (all_bytes && !all) {
       fail_gathering(group, gathering, SWATHE_NO_MEMORY, "no memory for a gather");
       return;
@@ -378,7 +384,8 @@ static void look_for_the_failed(struct endpoint *endpoint, const struct gatherin
 {
   struct swathe_threads *group = endpoint->group;
   for (int32_t r = 0; r < group->ranks; r++)
-    if (!gathering->came[r] && group->endpoints[r].failed) fail_over_peer(endpoint, &group->endpoints[r]);
+    if (!gathering->came[r] && group->endpoints[r].failed)
+      fail_over_peer(endpoint, &group->endpoints[r]);
 }
 
 static void fail_over_absent(struct endpoint *endpoint, struct gathering *gathering)
@@ -453,7 +460,8 @@ static void free_group(struct swathe_threads *group)
   free(group);
 }
 
-static void init_endpoint(struct swathe_threads *group, int32_t rank, const pthread_condattr_t *clock)
+static void init_endpoint(struct swathe_threads *group, int32_t rank,
+                          const pthread_condattr_t *clock)
 {
   struct endpoint *endpoint = &group->endpoints[rank];
   endpoint->transport = (struct swathe_transport){ &operations, "threads", rank, group->ranks };
@@ -461,7 +469,8 @@ static void init_endpoint(struct swathe_threads *group, int32_t rank, const pthr
   pthread_cond_init(&endpoint->changed, clock);
 }
 
-enum swathe_status swathe_threads_create(int32_t ranks, double deadline_s, struct swathe_threads **group)
+enum swathe_status swathe_threads_create(int32_t ranks, double deadline_s,
+                                         struct swathe_threads **group)
 {
   enum { MOST_DEADLINE_S = 1000000000 };
   if (ranks < 1) return sw_fail(SWATHE_BAD_USE, "a group of %d ranks; at least 1", ranks);
@@ -498,7 +507,8 @@ void swathe_threads_abort(struct swathe_threads *group, int32_t rank, const char
   pthread_mutex_lock(&group->mutex);
   if (!group->aborted) {
     group->aborted = true;
-    snprintf(group->why, sizeof group->why, "rank %d gave up: %s", rank, why ? why : "it did not say why");
+    snprintf(group->why, sizeof group->why, "rank %d gave up: %s", rank,
+             why ? why : "it did not say why");
     wake_all(group);
   }
   pthread_mutex_unlock(&group->mutex);

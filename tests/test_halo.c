@@ -1,7 +1,8 @@
 // test_halo.c: who holds what, and who sends what to whom.
 //
-// The oracle is a table of every token of the packed row (its document, position, owner and row) and the
-// window's definition, applied query by query.  It shares no code and no arithmetic with the plan.
+// The oracle is a table of every token of the packed row (its document, position, owner and row)
+// and the window's definition, applied query by query.  It shares no code and no arithmetic with
+// the plan.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -90,7 +91,8 @@ static void hold(struct table *table, int rank, int token)
 static void hold_chunk(struct table *table, int first, int tokens, int chunks, int chunk, int rank)
 {
   for (int t = 0; t < tokens; t++)
-    if (chunk * tokens / chunks <= t && t < (chunk + 1) * tokens / chunks) hold(table, rank, first + t);
+    if (chunk * tokens / chunks <= t && t < (chunk + 1) * tokens / chunks)
+      hold(table, rank, first + t);
 }
 
 static void hold_zigzag(struct table *table, int first, int tokens)
@@ -102,8 +104,8 @@ static void hold_zigzag(struct table *table, int first, int tokens)
   }
 }
 
-// Cuts every document at random, deals the pieces out, and places them in random order with free rows
-// between them.
+// Cuts every document at random, deals the pieces out, and places them in random order with free
+// rows between them.
 static void hold_spans(struct table *table)
 {
   struct swathe_span pieces[MOST_SPANS];
@@ -210,8 +212,8 @@ static void make_random_table(struct table *table)
     if (paddings[d] > left) paddings[d] = left;
     left -= paddings[d];
   }
-  make_table(table, (enum swathe_layout)below(4), ranks, tokens, documents, documents ? lengths : NULL,
-             chance(50) ? paddings : NULL);
+  make_table(table, (enum swathe_layout)below(4), ranks, tokens, documents,
+             documents ? lengths : NULL, chance(50) ? paddings : NULL);
 }
 
 // ---- What must be true of a plan ---------------------------------------------------------------
@@ -232,8 +234,8 @@ static int list_spans(const struct table *table, int rank, struct swathe_span *s
     if (t < 0 || table->token[t].document < 0) continue;
     const struct token *token = &table->token[t];
     struct swathe_span *last = count ? &spans[count - 1] : NULL;
-    if (last && last->document == token->document && last->position + last->tokens == token->position &&
-        last->row + last->tokens == row)
+    if (last && last->document == token->document &&
+        last->position + last->tokens == token->position && last->row + last->tokens == row)
       last->tokens++;
     else
       spans[count++] = (struct swathe_span){ token->document, token->position, 1, row, t };
@@ -247,7 +249,8 @@ static bool sees(const struct swathe_problem *problem, int64_t query, int64_t ke
          (problem->window_right == SWATHE_UNLIMITED || key <= query + problem->window_right);
 }
 
-static bool span_sees(const struct swathe_problem *problem, const struct swathe_span *span, int64_t key)
+static bool span_sees(const struct swathe_problem *problem, const struct swathe_span *span,
+                      int64_t key)
 {
   for (int64_t query = span->position; query < span->position + span->tokens; query++)
     if (sees(problem, query, key)) return true;
@@ -279,8 +282,10 @@ static void check_spans_and_gaps(const struct table *table, const struct sw_halo
   CHECK(plan->rows == table->rows[plan->rank]);
   CHECK(plan->span_count == count);
   CHECK(!memcmp(plan->spans, spans, (size_t)count * sizeof *spans) || !count);
-  CHECK(!swathe_sharding_spans(&table->sharding, plan->rank, public_spans, MOST_SPANS, &public_count));
-  CHECK(public_count == count && (!count || !memcmp(public_spans, spans, (size_t)count * sizeof *spans)));
+  CHECK(!swathe_sharding_spans(&table->sharding, plan->rank, public_spans, MOST_SPANS,
+                               &public_count));
+  CHECK(public_count == count &&
+        (!count || !memcmp(public_spans, spans, (size_t)count * sizeof *spans)));
   CHECK(!swathe_sharding_rows(&table->sharding, plan->rank, &public_rows));
   CHECK(public_rows == plan->rows);
 
@@ -366,8 +371,8 @@ static void check_receives(const struct table *table, const struct sw_halo_plan 
   check_messages(plan->receive_messages, plan->receive_message_count, plan->receives,
                  plan->receive_count, plan->receive_tokens, plan->rank);
   for (int64_t m = 0; m < plan->receive_message_count; m++)
-    for (int64_t i = plan->receive_messages[m].segment_begin; i < plan->receive_messages[m].segment_end;
-         i++) {
+    for (int64_t i = plan->receive_messages[m].segment_begin;
+         i < plan->receive_messages[m].segment_end; i++) {
       const struct sw_halo_segment *segment = &plan->receives[i];
       int hops = INT32_MAX;
       CHECK(segment->owner == plan->receive_messages[m].peer && segment->reader == plan->rank);
@@ -409,7 +414,8 @@ static void check_sends(const struct table *table, const struct sw_halo_plan *pl
   check_messages(plan->send_messages, plan->send_message_count, plan->sends, plan->send_count,
                  plan->send_tokens, plan->rank);
   for (int64_t m = 0; m < plan->send_message_count; m++)
-    for (int64_t i = plan->send_messages[m].segment_begin; i < plan->send_messages[m].segment_end; i++) {
+    for (int64_t i = plan->send_messages[m].segment_begin; i < plan->send_messages[m].segment_end;
+         i++) {
       const struct sw_halo_segment *send = &plan->sends[i];
       CHECK(send->reader == plan->send_messages[m].peer && send->owner == plan->rank);
       for (int64_t k = 0; k < send->tokens; k++)
@@ -430,7 +436,8 @@ static void same_wire(const struct wire *sends, int send_count, const struct wir
     for (int reader = 0, r = 0; reader < ranks; reader++, r = 0)
       for (int s = 0; s < send_count; s++) {
         if (sends[s].owner != owner || sends[s].reader != reader) continue;
-        while (r < receive_count && (receives[r].owner != owner || receives[r].reader != reader)) r++;
+        while (r < receive_count && (receives[r].owner != owner || receives[r].reader != reader))
+          r++;
         CHECK(r < receive_count);
         CHECK(!memcmp(&sends[s], &receives[r], sizeof *sends));
         r++;
@@ -572,7 +579,8 @@ static void reported_shapes(void **state)
     for (int left = 0; left <= 33; left++)
       for (int right = 0; right <= 8; right += 4) {
         const struct shape *shape = &shapes[i];
-        const struct swathe_problem problem = problem_of(left < 33 ? left : SWATHE_UNLIMITED, right);
+        const struct swathe_problem problem =
+            problem_of(left < 33 ? left : SWATHE_UNLIMITED, right);
         make_table(&table, shape->layout, shape->ranks, shape->tokens, shape->documents,
                    shape->lengths, NULL);
         snprintf(now_checking, sizeof now_checking, "%s, window %d, %d", shape->name, left, right);
@@ -588,8 +596,11 @@ static void uneven_shares(void **state)
     int64_t tokens;
     int32_t ranks;
     int64_t first, last;  // rows of the first and the last rank, contiguous
-  } rows[] = { { 10, 3, 3, 4 }, { 2, 3, 0, 1 }, { 2999, 4, 749, 750 }, { 0, 5, 0, 0 }, { 5, 4, 1, 2 },
-               { (INT64_C(1) << 62) - 1, 3, 1537228672809129301, 1537228672809129301 } };
+  } rows[] = {
+    { 10, 3, 3, 4 },       { 2, 3, 0, 1 },
+    { 2999, 4, 749, 750 }, { 0, 5, 0, 0 },
+    { 5, 4, 1, 2 },        { (INT64_C(1) << 62) - 1, 3, 1537228672809129301, 1537228672809129301 }
+  };
   (void)state;
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
     for (int layout = SWATHE_CONTIGUOUS; layout < SWATHE_SPANS; layout++) {
@@ -635,8 +646,8 @@ static void hops_of_even_shares(void **state)
   }
 }
 
-// The halo of gpt-oss and of Gemma 3, and what the other strategies would move, from their formulas.
-static void traffic_of_known_shapes(void **state)
+// The halo of gpt-oss, and what the other strategies would move, from their formulas.
+static void traffic_of_a_known_shape(void **state)
 {
   struct swathe_problem problem = problem_of(127, 0);
   struct swathe_traffic traffic[8];
@@ -668,8 +679,8 @@ static void traffic_of_known_shapes(void **state)
   assert_int_equal(traffic[3].a2a_bytes, -1);
 }
 
-// What a2a and all-gather move adds up over uneven ranks: every row's heads change hands P - 1 times
-// out of P.
+// What a2a and all-gather move adds up over uneven ranks: every row's heads change hands P - 1
+// times out of P.
 static void uneven_traffic_adds_up(void **state)
 {
   struct swathe_problem problem = problem_of(3, 0);
@@ -680,7 +691,8 @@ static void uneven_traffic_adds_up(void **state)
   (void)state;
   problem.q_heads = 8, problem.kv_heads = 4, problem.head_dim_qk = 5, problem.head_dim_v = 3;
   assert_int_equal(swathe_plan(&problem, &sharding, NULL, NULL, traffic), SWATHE_OK);
-  for (int r = 0; r < 4; r++) all_gather += traffic[r].all_gather_bytes, a2a += traffic[r].a2a_bytes;
+  for (int r = 0; r < 4; r++)
+    all_gather += traffic[r].all_gather_bytes, a2a += traffic[r].a2a_bytes;
   assert_int_equal(all_gather, 3 * 11 * 4 * (5 + 3) * 4);
   assert_int_equal(a2a, 3 * 11 * (8 * 5 + 4 * 5 + 4 * 3 + 8 * 3) / 4 * 4);
 }
@@ -715,7 +727,9 @@ static void enormous_rows(void **state)
 {
   const int64_t tokens = (INT64_C(1) << 62) - 3;
   const int64_t starts[] = { 0, tokens / 2, tokens / 2, tokens - 1 };
-  const int64_t windows[] = { 0, 1000, INT32_MAX, INT64_C(1) << 61, INT64_MAX - 1, SWATHE_UNLIMITED };
+  const int64_t windows[] = {
+    0, 1000, INT32_MAX, INT64_C(1) << 61, INT64_MAX - 1, SWATHE_UNLIMITED
+  };
   struct sw_halo_planner *planner = NULL;
   const struct sw_halo_plan *plan = NULL;
   (void)state;
@@ -772,7 +786,7 @@ static void refusals(void **state)
                SPANS, SPAN0, SPAN1, SPAN2 };
   static const struct row {
     enum field field;
-    int64_t value[4];             // a scalar, three or four numbers, or document, position, tokens, row
+    int64_t value[4];  // a scalar, three or four numbers, or document, position, tokens, row
     const char *words;
   } rows[] = {
     { NOTHING, { 0 }, NULL },
@@ -803,7 +817,9 @@ static void refusals(void **state)
     { SPAN0, { 0, 0, INT64_MAX, 0 }, "leave document 0" },
     { SPAN0, { 0, INT64_MAX, 4, 0 }, "leave document 0" },
     { SPAN0, { 0, 0, 4, -1 }, "begins at row -1" },
-    { SPAN0, { 0, 0, 5, 0 }, "document 0: position 4 is held twice, by rank 0, span 0 and by rank 1, span 0" },
+    { SPAN0,
+      { 0, 0, 5, 0 },
+      "document 0: position 4 is held twice, by rank 0, span 0 and by rank 1, span 0" },
     { SPAN0, { 0, 0, 3, 0 }, "document 0: positions [3, 4) are held by no rank" },
     { SPAN0, { 0, 1, 3, 0 }, "document 0: positions [0, 1) are held by no rank" },
     { SPAN0, { 0, 0, 0, 0 }, "positions [0, 4) are held by no rank" },
@@ -907,7 +923,8 @@ static void plans_allocate_nothing(void **state)
     const int64_t before = allocations;
     for (int layout = 0; layout < 4; layout++)
       for (int r = 0; r < 8; r++)
-        assert_int_equal(sw_halo_plan(planner, &problem, &tables[layout].sharding, r, &plan), SWATHE_OK);
+        assert_int_equal(sw_halo_plan(planner, &problem, &tables[layout].sharding, r, &plan),
+                         SWATHE_OK);
     assert_true(round == 0 ? allocations > before : allocations == before);
   }
   sw_halo_planner_destroy(planner);
@@ -920,7 +937,7 @@ int main(void)
     cmocka_unit_test(reported_shapes),
     cmocka_unit_test(uneven_shares),
     cmocka_unit_test(hops_of_even_shares),
-    cmocka_unit_test(traffic_of_known_shapes),
+    cmocka_unit_test(traffic_of_a_known_shape),
     cmocka_unit_test(uneven_traffic_adds_up),
     cmocka_unit_test(shared_keys_travel_once),
     cmocka_unit_test(enormous_rows),

@@ -28,7 +28,8 @@ static void list_spans(struct swathe_sharding *sharding)
   if (!spans || !rank_spans) exit(1);
   sharding->layout = SWATHE_ZIGZAG_DOCUMENT;
   for (int32_t r = 0; r < sharding->ranks; r++) {
-    if (swathe_sharding_spans(sharding, r, spans + rank_spans[r], most - rank_spans[r], &count)) exit(1);
+    if (swathe_sharding_spans(sharding, r, spans + rank_spans[r], most - rank_spans[r], &count))
+      exit(1);
     rank_spans[r + 1] = rank_spans[r] + count;
   }
   sharding->layout = SWATHE_SPANS;
@@ -62,11 +63,12 @@ static void measure(const struct shape *shape)
     const double us = thread_us() - begin_us;
     if (us < best_us) best_us = us;
   }
-  printf("%-24s %5d ranks %4lld documents of %7lld, window %5lld: %7.1f us  (%lld spans, %lld needs, "
-         "%lld sends, %lld peers)\n",
-         shape->name, shape->ranks, (long long)shape->documents, (long long)shape->document_tokens,
-         (long long)shape->window, best_us, (long long)plan->span_count, (long long)plan->need_count,
-         (long long)plan->send_count, (long long)plan->receive_message_count);
+  printf(
+      "%-24s %5d ranks %4lld documents of %7lld, window %5lld: %7.1f us  (%lld spans, %lld needs, "
+      "%lld sends, %lld peers)\n",
+      shape->name, shape->ranks, (long long)shape->documents, (long long)shape->document_tokens,
+      (long long)shape->window, best_us, (long long)plan->span_count, (long long)plan->need_count,
+      (long long)plan->send_count, (long long)plan->receive_message_count);
   sw_halo_planner_destroy(planner);
   free((void *)(uintptr_t)sharding.spans);
   free((void *)(uintptr_t)sharding.rank_spans);
