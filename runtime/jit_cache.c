@@ -25,7 +25,7 @@ struct sw_jit_cache {
   bool in_temporary;     // made by us where others may write too: no symlink, mode 0700
   pthread_mutex_t mutex; // of the rest
   int directory;         // -1 until it exists; never changes after that
-  bool refused, warned;
+  bool refused;
   char problem[PATH_MAX + 128];
 };
 
@@ -139,16 +139,10 @@ static void open_directory(struct sw_jit_cache *cache)
   else cache->directory = directory;
 }
 
-static void warn_once(struct sw_jit_cache *cache, const char *what, int error)
+static void warn_unwritable(const struct sw_jit_cache *cache, int error)
 {
-  pthread_mutex_lock(&cache->mutex);
-  const bool warned = cache->warned;
-  cache->warned = true;
-  pthread_mutex_unlock(&cache->mutex);
-  if (!warned)
-    sw_warn("the kernel cache %s cannot be written (%s: %s): "
-            "kernels are compiled again in each process",
-            cache->path, what, strerror(error));
+  sw_warn("the kernel cache %s cannot be written (%s): kernels are compiled again in each process",
+          cache->path, strerror(error));
 }
 
 // mkdir -p, 0700 each.  Returns 0 or an errno.
@@ -181,7 +175,7 @@ bool sw_jit_cache_prepare(struct sw_jit_cache *cache)
   const bool usable = cache->directory >= 0;
   const bool wanted = cache->path[0] && !cache->refused;
   pthread_mutex_unlock(&cache->mutex);
-  if (wanted && !usable) warn_once(cache, "creating it", error);
+  if (wanted && !usable) warn_unwritable(cache, error);
   if (created) write_tag(cache);
   return usable;
 }
@@ -300,10 +294,8 @@ static bool write_file(struct sw_jit_cache *cache, const char *name, const void 
   snprintf(temporary, sizeof temporary, "%s.%016llx.tmp", name, (unsigned long long)random);
   snprintf(directory, sizeof directory, "%.*s", (int)strcspn(name, "/"), name);
 
-  const char *step = "making a directory";
   if (strchr(name, '/') && mkdirat(cache->directory, directory, 0700) && errno != EEXIST)
     goto failed;
-  step = "writing an entry";
   const int to = openat(cache->directory, temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   if (to < 0) goto failed;
   bool written =
@@ -318,7 +310,7 @@ static bool write_file(struct sw_jit_cache *cache, const char *name, const void 
   unlinkat(cache->directory, temporary, 0);
   errno = error;
 failed:
-  warn_once(cache, step, errno);
+  warn_unwritable(cache, errno);
   return false;
 }
 

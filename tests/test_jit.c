@@ -282,6 +282,7 @@ static void cold_compiles_and_warm_starts_nothing(void **state)
 {
   struct stat info;
   bool cached = true;
+  const int open_files = directory_entries("/proc/self/fd");
   (void)state;
   struct sw_jit *jit = open_jit();
   assert_string_equal(sw_jit_directory(jit), cache);
@@ -302,6 +303,7 @@ static void cold_compiles_and_warm_starts_nothing(void **state)
     assert_true(cached);
     if (now() - start < best_s) best_s = now() - start;
   }
+  assert_int_equal(directory_entries("/proc/self/fd"), open_files);
   print_message("warm start: %.2f ms\n", 1e3 * best_s);
   assert_int_equal(times("compiled"), 1);
   assert_int_equal(times("asked"), 2);
@@ -920,6 +922,27 @@ static void ignored_child_signals_do_no_harm(void **state)
   assert_int_equal(failing, SWATHE_COMPILE);
 }
 
+// As in a daemon.  The compiler's messages come all the same.
+static void closed_standard_streams_do_no_harm(void **state)
+{
+  int status;
+  (void)state;
+  make_compiler(compiler, "fake cc 1.0", "echo words; echo more >&2; exit 1");
+  const pid_t child = fork();
+  if (child == 0) {
+    struct sw_jit *jit;
+    struct sw_jit_report report;
+    char *log = NULL;
+    for (int file = 0; file < 3; file++) close(file);
+    if (sw_jit_open(cache, compiler, &jit)) _exit(1);
+    if (sw_jit_warm(jit, &request, plenty_s, &report, &log) != SWATHE_COMPILE) _exit(2);
+    _exit(log && !strcmp(log, "words\nmore\n") ? 0 : 3);
+  }
+  assert_int_equal(waitpid(child, &status, 0), child);
+  assert_true(WIFEXITED(status));
+  assert_int_equal(WEXITSTATUS(status), 0);
+}
+
 // ---- Where the cache is ------------------------------------------------------------------------
 
 static void directory_matrix(void **state)
@@ -1187,6 +1210,7 @@ int main(void)
     TEST(compiler_is_a_guest),
     TEST(temporary_directory_need_not_be_usable),
     TEST(ignored_child_signals_do_no_harm),
+    TEST(closed_standard_streams_do_no_harm),
     TEST(directory_matrix),
     TEST(unwritable_cache_is_one_warning),
     TEST(strangers_directories_are_refused),
