@@ -120,7 +120,7 @@ enum cli_exit cli_args_parse(const struct cli_verb *verb, int count, char *const
   return code;
 }
 
-// ---- Typed values --------------------------------------------------------------------------------
+// ---- Typed values -------------------------------------------------------------------------------
 
 bool cli_args_number(const char *text, int64_t *value, const char **end)
 {
@@ -182,7 +182,7 @@ enum cli_exit cli_args_direction(const char *word, enum swathe_direction *direct
   return CLI_OK;
 }
 
-// ---- Help ----------------------------------------------------------------------------------------
+// ---- Help ---------------------------------------------------------------------------------------
 
 // Prints words from column `column` on, broken before HELP_WIDTH; the cursor stands at `at`.
 static void print_wrapped(FILE *file, const char *text, int at, int column)

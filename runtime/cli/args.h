@@ -1,5 +1,5 @@
-// args.h: the command line as one table.  Parsing, --help and the words of refusals all read it, so they
-// cannot disagree.  A verb names the options it takes by a set of bits.
+// args.h: the command line as one table.  Parsing, --help and the words of refusals all read it, so
+// they cannot disagree.  A verb names the options it takes by a set of bits.
 #ifndef CLI_ARGS_H
 #define CLI_ARGS_H
 
@@ -114,7 +114,8 @@ enum cli_exit cli_args_parse(const struct cli_verb *verb, int count, char *const
 // Name of an option with its dashes: "--window-left".
 const char *cli_args_name(enum cli_option option);
 
-// Typed values; `value` keeps what it held when the option was not given.  The words name the option.
+// Typed values; `value` keeps what it held when the option was not given.  The words name the
+// option.
 enum cli_exit cli_args_integer(const struct cli_args *args, enum cli_option option, int64_t least,
                                int64_t most, int64_t *value);
 enum cli_exit cli_args_real(const struct cli_args *args, enum cli_option option, double *value);

@@ -76,7 +76,7 @@ void cli_arrays_free(struct cli_arrays *arrays)
   *arrays = (struct cli_arrays){ 0 };
 }
 
-// ---- Files ---------------------------------------------------------------------------------------
+// ---- Files --------------------------------------------------------------------------------------
 
 struct input {
   enum cli_array array;
@@ -212,7 +212,7 @@ enum cli_exit cli_arrays_write(const struct cli_arrays *arrays, const char *dire
   return code;
 }
 
-// ---- Numbers -------------------------------------------------------------------------------------
+// ---- Numbers ------------------------------------------------------------------------------------
 
 uint16_t cli_arrays_to_bf16(float value)
 {
@@ -240,7 +240,8 @@ uint64_t cli_arrays_mix(uint64_t x)
   return x ^ x >> 31;
 }
 
-// The sum of four uniform 16-bit numbers, centred and scaled to variance 1: near enough to a normal one.
+// The sum of four uniform 16-bit numbers, centred and scaled to variance 1: near enough to a normal
+// one.
 static float like_normal(uint64_t bits)
 {
   const int64_t sum = (int64_t)((bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) +

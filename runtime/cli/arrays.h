@@ -1,5 +1,5 @@
-// arrays.h: the tensors of a whole sequence, unsharded, as the files of `run` and the reference see them:
-// float, packed [batch][tokens][heads][dim] in sequence order.
+// arrays.h: the tensors of a whole sequence, unsharded, as the files of `run` and the reference see
+// them: float, packed [batch][tokens][heads][dim] in sequence order.
 #ifndef CLI_ARRAYS_H
 #define CLI_ARRAYS_H
 
@@ -25,13 +25,13 @@ const char *cli_arrays_name(enum cli_array array);
 // Elements of one token: heads * dim.  Sink and dsink have no tokens; theirs is the whole array.
 int64_t cli_arrays_row(const struct cli_arrays *arrays, enum cli_array array);
 
-// Reads the files of --q, --k, --v, --sink and --dout, checks that they fit together and says what they
-// hold.
+// Reads the files of --q, --k, --v, --sink and --dout, checks that they fit together and says what
+// they hold.
 enum cli_exit cli_arrays_read(const struct cli_args *args, struct cli_arrays *arrays,
                               struct cli_given_files *files);
 
-// Fills q, k, v, sink (if the problem has sinks) and dout (if backward) with numbers like N(0,1): the same
-// for the same seed, whatever the machine.
+// Fills q, k, v, sink (if the problem has sinks) and dout (if backward) with numbers like N(0,1):
+// the same for the same seed, whatever the machine.
 enum cli_exit cli_arrays_random(const struct cli_given *given, bool backward, uint64_t seed,
                                 struct cli_arrays *arrays);
 

@@ -1,9 +1,10 @@
 // check.c: a run beside the reference.
 //
-//   rows chosen -> out, lse, delta of queries -> dq of chosen queries -> dk, dv of chosen keys -> dsink
+//   choose rows -> out, lse, delta of queries -> dq of the chosen -> dk, dv of the chosen -> dsink
 //
-// A key's gradient needs lse and delta of every query that sees it.  With a narrow window these come from
-// the reference too; where that would take too long they are the run's own, and the report says so.
+// A key's gradient needs lse and delta of every query that sees it.  With a narrow window these
+// come from the reference too; where that would take too long they are the run's own, and the
+// report says so.
 #include "check.h"
 
 #include <inttypes.h>
@@ -20,8 +21,8 @@ enum {
   MOST_CLUSTER = 32,
 };
 
-// Multiply-adds of the reference that count as affordable beside the sample itself: a minute of one core
-// at the pace of an ordinary one.
+// Multiply-adds of the reference that count as affordable beside the sample itself: a minute of one
+// core at the pace of an ordinary one.
 static const double affordable_work = 60 * 1.5e9;
 // Above this the user is told that it takes a while.
 static const double noticeable_work = 10 * 1.5e9;
@@ -43,7 +44,7 @@ struct comparison {
   bool all_dsink;        // every query is NEEDED, and dsink is added up
 };
 
-// ---- What to check -------------------------------------------------------------------------------
+// ---- What to check ------------------------------------------------------------------------------
 
 // Of one rank: which rows of the whole sequence it holds.
 struct share {
@@ -150,9 +151,10 @@ static enum cli_exit choose_rows(struct comparison *c)
   return CLI_OK;
 }
 
-// ---- How much work that is -----------------------------------------------------------------------
+// ---- How much work that is ----------------------------------------------------------------------
 
-// Keys that the query at `token` sees: the public call answers for keys, so the window is turned round.
+// Keys that the query at `token` sees: the public call answers for keys, so the window is turned
+// round.
 static int64_t visible_keys(const struct comparison *c, int64_t token)
 {
   struct swathe_problem turned = *c->problem;
@@ -181,8 +183,8 @@ static void mark_all(struct comparison *c, unsigned char mark)
   for (int64_t row = 0; row < c->rows; row++) c->marks[row] |= mark;
 }
 
-// Marks every query that sees a chosen key with OWN.  Neighbours see much the same, so a range that was
-// marked before is skipped.
+// Marks every query that sees a chosen key with OWN.  Neighbours see much the same, so a range that
+// was marked before is skipped.
 static void mark_readers(struct comparison *c)
 {
   for (int64_t b = 0; b < c->sequence.batch; b++) {
@@ -198,8 +200,8 @@ static void mark_readers(struct comparison *c)
   }
 }
 
-// Decides whose lse and delta the keys' gradients are made from, and whether dsink is affordable: it
-// sums over all queries.
+// Decides whose lse and delta the keys' gradients are made from, and whether dsink is affordable:
+// it sums over all queries.
 static void plan_work(struct comparison *c)
 {
   struct cli_check *check = c->check;
@@ -227,7 +229,7 @@ static void plan_work(struct comparison *c)
             work / 1.5e9);
 }
 
-// ---- Comparing -----------------------------------------------------------------------------------
+// ---- Comparing ----------------------------------------------------------------------------------
 
 static void compare(struct cli_check_error *worst, const float *got, const double *wanted,
                     int64_t elements, int64_t row)
@@ -261,7 +263,7 @@ static void take_worst(struct cli_check_error *into, const struct cli_check_erro
   into->elements = elements;
 }
 
-// ---- Workers -------------------------------------------------------------------------------------
+// ---- Workers ------------------------------------------------------------------------------------
 
 struct worker;
 typedef void row_work(struct worker *worker, int64_t batch, int64_t token);
@@ -384,7 +386,7 @@ static void run_phases(struct comparison *c, struct worker *workers, int32_t cou
   run_phase(c, workers, count, work_dkv, CHOSEN);
 }
 
-// ---- The whole -----------------------------------------------------------------------------------
+// ---- The whole ----------------------------------------------------------------------------------
 
 static void set_limits(struct cli_check *check)
 {

@@ -1,11 +1,12 @@
-// check.h: compares what a run gave with the reference: every token of a short sequence, of a long one a
-// sample of each rank that always holds the first and last tokens of every span.
+// check.h: compares what a run gave with the reference: every token of a short sequence, of a long
+// one a sample of each rank that always holds the first and last tokens of every span.
 #ifndef CLI_CHECK_H
 #define CLI_CHECK_H
 
 #include "arrays.h"
 
-// The largest error of one array, where it is, and the limit.  Errors are divided by max(1, |wanted|).
+// The largest error of one array, where it is, and the limit.  Errors are divided by max(1,
+// |wanted|).
 struct cli_check_error {
   int64_t elements;  // compared; 0: the array was not checked
   double error, limit;

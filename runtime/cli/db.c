@@ -18,7 +18,7 @@ static json_t *number_or_null(double value)
   return value > 0 ? cli_report_real(value) : json_null();
 }
 
-// ---- list ----------------------------------------------------------------------------------------
+// ---- list ---------------------------------------------------------------------------------------
 
 static json_t *pick_json(const struct swathe_pick *pick)
 {
@@ -83,7 +83,7 @@ const struct cli_verb cli_verb_db_list = {
   .run = list,
 };
 
-// ---- show ----------------------------------------------------------------------------------------
+// ---- show ---------------------------------------------------------------------------------------
 
 static json_t *sample_json(const struct swathe_sample *sample)
 {
@@ -166,7 +166,7 @@ const struct cli_verb cli_verb_db_show = {
   .run = show,
 };
 
-// ---- best ----------------------------------------------------------------------------------------
+// ---- best ---------------------------------------------------------------------------------------
 
 static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
                                                [SWATHE_BACKWARD] = "backward" };

@@ -15,8 +15,8 @@ enum cli_exit {
 enum cli_exit cli_fail(enum cli_exit code, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-// The same for a call of the library that failed: the words, then the library's own, indented.  Statuses
-// that say the request makes no sense become CLI_BAD_USE, all others CLI_FAILED.
+// The same for a call of the library that failed: the words, then the library's own, indented.
+// Statuses that say the request makes no sense become CLI_BAD_USE, all others CLI_FAILED.
 enum cli_exit cli_fail_library(enum swathe_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 

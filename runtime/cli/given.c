@@ -32,7 +32,7 @@ int32_t cli_given_processors(void)
   return count < 1 ? 1 : count;
 }
 
-// ---- Contradictions ------------------------------------------------------------------------------
+// ---- Contradictions -----------------------------------------------------------------------------
 
 // The value of `field` in --problem, up to the next comma; NULL when it is not there.
 static const char *problem_field(const struct cli_args *args, const char *field)
@@ -94,7 +94,7 @@ static enum cli_exit check_files(const struct cli_args *args)
   return code;
 }
 
-// ---- Context -------------------------------------------------------------------------------------
+// ---- Context ------------------------------------------------------------------------------------
 
 enum cli_exit cli_given_open(const struct cli_args *args, int32_t threads, struct cli_given *given)
 {
@@ -121,7 +121,7 @@ void cli_given_close(struct cli_given *given)
   *given = (struct cli_given){ 0 };
 }
 
-// ---- Problem -------------------------------------------------------------------------------------
+// ---- Problem ------------------------------------------------------------------------------------
 
 static enum cli_exit read_window(const struct cli_args *args, enum cli_option option,
                                  int64_t *window)
@@ -201,7 +201,7 @@ static enum cli_exit read_problem(const struct cli_args *args, struct cli_given 
   return code;
 }
 
-// ---- Sequence ------------------------------------------------------------------------------------
+// ---- Sequence -----------------------------------------------------------------------------------
 
 // --documents 512,1024 -> cumulative starts { 0, 512, 1536 }.
 static enum cli_exit read_documents(const struct cli_args *args, struct cli_given *given)

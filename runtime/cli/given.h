@@ -23,8 +23,8 @@ struct cli_given {
 // Opens the context that the options name.  `threads` 0: --threads, else all processors.
 enum cli_exit cli_given_open(const struct cli_args *args, int32_t threads, struct cli_given *given);
 
-// The same, and the problem and sequence.  `share_processors`: --threads defaults to the processors that
-// each rank gets when all ranks run here.  `files` may be NULL.
+// The same, and the problem and sequence.  `share_processors`: --threads defaults to the processors
+// that each rank gets when all ranks run here.  `files` may be NULL.
 enum cli_exit cli_given_read(const struct cli_args *args, bool share_processors,
                              const struct cli_given_files *files, struct cli_given *given);
 

@@ -1,5 +1,5 @@
-// group.c: one thread per rank, one shared context, one layer each.  A rank that fails takes the others
-// with it: they leave the exchange (swathe_threads_abort) and the meeting points below.
+// group.c: one thread per rank, one shared context, one layer each.  A rank that fails takes the
+// others with it: they leave the exchange (swathe_threads_abort) and the meeting points below.
 #include "group.h"
 
 #include <inttypes.h>
@@ -37,9 +37,10 @@ struct member {
   void *halo;
 };
 
-// ---- Failing and meeting -------------------------------------------------------------------------
+// ---- Failing and meeting ------------------------------------------------------------------------
 
-// Keeps the words of the first failure and wakes everyone.  Always false, so that callers can return it.
+// Keeps the words of the first failure and wakes everyone.  Always false, so that callers can
+// return it.
 static bool fail_team(struct member *member, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 static bool fail_team(struct member *member, const char *format, ...)
@@ -83,7 +84,7 @@ static bool meet(struct team *team)
   return fine;
 }
 
-// ---- A rank's tensors ----------------------------------------------------------------------------
+// ---- A rank's tensors ---------------------------------------------------------------------------
 
 static bool is_bf16(const struct member *member, enum cli_array array)
 {
@@ -119,8 +120,8 @@ static void move_spans(struct member *member, enum cli_array array, bool gather)
     }
 }
 
-// All rows begin as NaN: inputs, so that a row no span covers shows if it is read, and outputs, so that
-// one that is not written shows.
+// All rows begin as NaN: inputs, so that a row no span covers shows if it is read, and outputs, so
+// that one that is not written shows.
 static bool scatter(struct member *member)
 {
   const struct cli_arrays *arrays = member->team->group->arrays;
@@ -172,7 +173,7 @@ static struct swathe_tensors all_tensors(const struct member *member)
   };
 }
 
-// ---- A rank's run --------------------------------------------------------------------------------
+// ---- A rank's run -------------------------------------------------------------------------------
 
 static bool make_layer(struct member *member)
 {
@@ -198,8 +199,8 @@ static bool make_layer(struct member *member)
   return status ? fail_library(member, status, "to shard") : true;
 }
 
-// All ranks begin a call together, so that none waits for another's start; the last to leave notes the
-// slowest.
+// All ranks begin a call together, so that none waits for another's start; the last to leave notes
+// the slowest.
 static bool run_once(struct member *member, enum swathe_direction direction, int64_t repetition)
 {
   struct team *team = member->team;
@@ -249,7 +250,7 @@ static void *run_rank(void *arg)
   return NULL;
 }
 
-// ---- The group -----------------------------------------------------------------------------------
+// ---- The group ----------------------------------------------------------------------------------
 
 static bool allocate(struct cli_group *group, struct team *team)
 {

@@ -1,4 +1,5 @@
-// group.h: runs a layer over ranks that are threads of this process: shard, forward, backward, gather.
+// group.h: runs a layer over ranks that are threads of this process: shard, forward, backward,
+// gather.
 #ifndef CLI_GROUP_H
 #define CLI_GROUP_H
 

@@ -1,5 +1,5 @@
-// main.c: the `swathe` binary: finds the verb, reads its options, prints what failed.  Each verb is a file
-// of its own here and sees the library through swathe.h only.
+// main.c: the `swathe` binary: finds the verb, reads its options, prints what failed.  Each verb is
+// a file of its own here and sees the library through swathe.h only.
 #include "args.h"
 #include "report.h"
 

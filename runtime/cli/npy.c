@@ -1,7 +1,7 @@
 // npy.c: reads and writes .npy files.
 //
-// A file is "\x93NUMPY", two version bytes, the header's length (2 bytes in version 1, 4 later, little
-// endian), the header, then the elements.  The header is the text of a Python dict:
+// A file is "\x93NUMPY", two version bytes, the header's length (2 bytes in version 1, 4 later,
+// little endian), the header, then the elements.  The header is the text of a Python dict:
 //   {'descr': '<f4', 'fortran_order': False, 'shape': (4096, 64, 128), }
 #include "npy.h"
 
@@ -31,7 +31,7 @@ struct cli_npy_shape cli_npy_shape(const struct cli_npy *array)
   return shape;
 }
 
-// ---- The header's dict ---------------------------------------------------------------------------
+// ---- The header's dict --------------------------------------------------------------------------
 
 struct header {
   char descr[64];
@@ -76,8 +76,9 @@ static const char *take_shape(const char *at, struct cli_npy *array)
 static const char *take_value(const char *name, const char *at, struct header *header)
 {
   if (!strcmp(name, "descr")) {
-    header->has_descr = true;
-    if (*at != '[') return take_string(at, header->descr, sizeof header->descr);
+    const char *end = take_string(at, header->descr, sizeof header->descr);
+    header->has_descr = end || *at == '[';
+    if (*at != '[') return end;
     snprintf(header->descr, sizeof header->descr,
              "a record");  // nothing behind it matters: refused
     return "}";
@@ -142,7 +143,7 @@ static enum cli_exit check_header(const char *path, const char *text, struct cli
   return CLI_OK;
 }
 
-// ---- Reading -------------------------------------------------------------------------------------
+// ---- Reading ------------------------------------------------------------------------------------
 
 static enum cli_exit cut_short(const char *path, FILE *file, const char *what)
 {
@@ -227,9 +228,10 @@ enum cli_exit cli_npy_read(const char *path, struct cli_npy *array)
   return code;
 }
 
-// ---- Writing -------------------------------------------------------------------------------------
+// ---- Writing ------------------------------------------------------------------------------------
 
-// Version, length and dict, filled with blanks so that the elements begin at a multiple of HEADER_UNIT.
+// Version, length and dict, filled with blanks so that the elements begin at a multiple of
+// HEADER_UNIT.
 static bool write_header(FILE *file, const struct cli_npy *array)
 {
   char text[256] = "{'descr': '<f4', 'fortran_order': False, 'shape': (";

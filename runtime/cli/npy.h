@@ -1,4 +1,5 @@
-// npy.h: NumPy's .npy files: float32, little endian, C order; everything else is refused with words.
+// npy.h: NumPy's .npy files: float32, little endian, C order; everything else is refused with
+// words.
 #ifndef CLI_NPY_H
 #define CLI_NPY_H
 
@@ -13,7 +14,8 @@ struct cli_npy {
   float *data;                       // owned by the reader's caller; free()
 };
 
-// Reads a whole file (format versions 1, 2 and 3).  The words name the file and what is wrong with it.
+// Reads a whole file (format versions 1, 2 and 3).  The words name the file and what is wrong with
+// it.
 enum cli_exit cli_npy_read(const char *path, struct cli_npy *array);
 
 // Writes version 1 under a temporary name in the same directory, then renames it to `path`.

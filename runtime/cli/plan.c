@@ -62,7 +62,7 @@ static void add_up(struct plan *plan)
   }
 }
 
-// ---- JSON ----------------------------------------------------------------------------------------
+// ---- JSON ---------------------------------------------------------------------------------------
 
 static json_t *traffic_json(const struct swathe_traffic *t)
 {
@@ -96,7 +96,7 @@ static enum cli_exit print_json(struct plan *plan)
   return cli_report_json(document, CLI_OK);
 }
 
-// ---- Text ----------------------------------------------------------------------------------------
+// ---- Text ---------------------------------------------------------------------------------------
 
 static void add_rank(struct cli_table *table, const char *name, const struct swathe_traffic *t)
 {

@@ -32,7 +32,7 @@ struct cli_text cli_report_time(double us)
   return text;
 }
 
-// ---- Tables --------------------------------------------------------------------------------------
+// ---- Tables -------------------------------------------------------------------------------------
 
 // A cell that memory does not suffice for is shown as "?".
 void cli_report_cell(struct cli_table *table, const char *format, ...)
@@ -88,7 +88,7 @@ void cli_report_drop(struct cli_table *table)
   *table = (struct cli_table){ .align = table->align };
 }
 
-// ---- JSON ----------------------------------------------------------------------------------------
+// ---- JSON ---------------------------------------------------------------------------------------
 
 const char *cli_report_problem_text(const struct swathe_problem *problem)
 {

@@ -13,8 +13,8 @@ struct cli_text cli_report_bytes(int64_t bytes);
 // "812 us", "1.2 ms", "3.4 s".
 struct cli_text cli_report_time(double us);
 
-// A table whose columns fit their cells.  `align` has a letter per column: l or r.  Cells are added in
-// reading order; printing frees them.
+// A table whose columns fit their cells.  `align` has a letter per column: l or r.  Cells are added
+// in reading order; printing frees them.
 struct cli_table {
   const char *align;
   char **cells;
@@ -26,7 +26,8 @@ void cli_report_table(struct cli_table *table);
 // Frees the cells without printing them.
 void cli_report_drop(struct cli_table *table);
 
-// A problem in words: "64 query and 8 key heads, dim 64, window 127 before and 0 after, bf16, sinks".
+// A problem in words: "64 query and 8 key heads, dim 64, window 127 before and 0 after, bf16,
+// sinks".
 const char *cli_report_problem_words(const struct swathe_problem *problem);
 // A problem: its fields by name, windows as numbers or "unlimited".
 json_t *cli_report_problem(const struct swathe_problem *problem);
@@ -35,7 +36,8 @@ const char *cli_report_problem_text(const struct swathe_problem *problem);
 // A number, or null where JSON has none (NaN, infinities).
 json_t *cli_report_real(double value);
 
-// Prints the document to stdout and lets go of it.  Returns `code`, or CLI_FAILED if it could not be made.
+// Prints the document to stdout and lets go of it.  Returns `code`, or CLI_FAILED if it could not
+// be made.
 enum cli_exit cli_report_json(json_t *document, enum cli_exit code);
 // The document of a failure, unless one was printed already: stdout holds exactly one.
 void cli_report_json_failure(const char *verb, enum cli_exit code, const char *words);

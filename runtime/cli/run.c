@@ -1,5 +1,5 @@
-// run.c: the verb `run`: a layer over ranks of this machine, on random data or on tensors from files,
-// with its bytes, its times and, with --check, its errors.
+// run.c: the verb `run`: a layer over ranks of this machine, on random data or on tensors from
+// files, with its bytes, its times and, with --check, its errors.
 #include "check_report.h"
 #include "group.h"
 #include "report.h"
@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-// ---- What was moved ------------------------------------------------------------------------------
+// ---- What was moved -----------------------------------------------------------------------------
 
 // Planned bytes beside those that the ranks counted on the wire.
 struct moved {
@@ -54,7 +54,7 @@ static struct moved moved_bytes(const struct cli_group *group)
   return moved;
 }
 
-// ---- Times ---------------------------------------------------------------------------------------
+// ---- Times --------------------------------------------------------------------------------------
 
 struct times {
   double best_us, median_us, wait_us;  // wait: of the best repetition
@@ -85,7 +85,7 @@ static struct times summarize(const double *us, const double *wait_us, int64_t c
   return times;
 }
 
-// ---- JSON ----------------------------------------------------------------------------------------
+// ---- JSON ---------------------------------------------------------------------------------------
 
 static json_t *times_json(const double *us, const double *wait_us, int64_t count)
 {
@@ -149,7 +149,7 @@ static enum cli_exit print_json(const struct cli_args *args, const struct cli_gr
   return cli_report_json(document, code);
 }
 
-// ---- Text ----------------------------------------------------------------------------------------
+// ---- Text ---------------------------------------------------------------------------------------
 
 static void print_config(const struct cli_group *group)
 {
@@ -252,7 +252,7 @@ static void print_text(const struct cli_args *args, const struct cli_group *grou
   if (args->value[CLI_OUT]) printf("\nwritten to %s\n", args->value[CLI_OUT]);
 }
 
-// ---- The run -------------------------------------------------------------------------------------
+// ---- The run ------------------------------------------------------------------------------------
 
 // Options that make no sense together, before anything is read.
 static enum cli_exit check_options(const struct cli_args *args)

@@ -35,8 +35,8 @@ static const char *set_variable(const char *name)
   return value && *value ? value : NULL;
 }
 
-// Where the picks are kept.  The library has no call that says it, so this follows the order that its
-// options document.
+// Where the picks are kept.  The library has no call that says it, so this follows the order that
+// its options document.
 static const char *database_words(const struct cli_args *args, char *text, size_t size)
 {
   const char *cache =

@@ -1,0 +1,516 @@
+// test_cli.c: the `swathe` binary from outside: exit statuses, words, one JSON document, files.
+// The binary is $SWATHE_COMMAND.
+#include "../runtime/cli/fail.c"
+#include "../runtime/cli/npy.c"
+
+#include <ctype.h>
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/wait.h>
+
+#include <cmocka.h>
+
+static char directory[] = "/tmp/test_cli_XXXXXX";
+static char binary[4096];
+
+static int make_directory(void **state)
+{
+  (void)state;
+  const char *command = getenv("SWATHE_COMMAND");
+  if (!command || !realpath(command, binary)) {
+    print_error("SWATHE_COMMAND must name the swathe binary\n");
+    return -1;
+  }
+  unsetenv("SWATHE_COMMAND");  // swathe warns of variables it does not know
+  unsetenv("SWATHE_SOURCE_DIR");
+  if (!mkdtemp(directory) || chdir(directory)) return -1;
+  setenv("HOME", directory, 1);
+  unsetenv("SWATHE_DB");
+  unsetenv("SWATHE_CACHE_DIR");
+  unsetenv("XDG_CACHE_HOME");
+  return 0;
+}
+
+static int remove_directory(void **state)
+{
+  (void)state;
+  char command[128];
+  snprintf(command, sizeof command, "rm -rf %s", directory);
+  return system(command);
+}
+
+// ---- Running it ---------------------------------------------------------------------------------
+
+struct outcome {
+  int status;
+  char *out, *err;
+};
+
+static char *read_text(const char *path)
+{
+  FILE *file = fopen(path, "rb");
+  char *text = calloc(1, 4 << 20);
+  assert_non_null(file);
+  assert_non_null(text);
+  (void)!fread(text, 1, (4 << 20) - 1, file);
+  fclose(file);
+  return text;
+}
+
+// `prefix` goes before the binary: variables, or a command that runs it.
+static struct outcome run_prefixed(const char *prefix, const char *words)
+{
+  char command[8192];
+  snprintf(command, sizeof command, "%s '%s' %s >stdout 2>stderr", prefix, binary, words);
+  const int status = system(command);
+  if (!WIFEXITED(status)) fail_msg("swathe %s: ended by signal %d", words, WTERMSIG(status));
+  return (struct outcome){ WEXITSTATUS(status), read_text("stdout"), read_text("stderr") };
+}
+
+static void release(struct outcome *outcome)
+{
+  free(outcome->out);
+  free(outcome->err);
+}
+
+// Runs it and expects a status and words (NULL: none) on stdout and stderr.
+static void expect(const char *words, int status, const char *out, const char *err)
+{
+  struct outcome outcome = run_prefixed("", words);
+  if (outcome.status != status)
+    fail_msg("swathe %s: exit %d, not %d\n%s", words, outcome.status, status, outcome.err);
+  if (out && !strstr(outcome.out, out))
+    fail_msg("swathe %s: no '%s' in:\n%s", words, out, outcome.out);
+  if (err && !strstr(outcome.err, err))
+    fail_msg("swathe %s: no '%s' in:\n%s", words, err, outcome.err);
+  if (!err && *outcome.err) fail_msg("swathe %s: stderr says:\n%s", words, outcome.err);
+  release(&outcome);
+}
+
+// ---- The command line ---------------------------------------------------------------------------
+
+static void answers_without_a_verb(void **state)
+{
+  (void)state;
+  expect("--help", 0, "usage: swathe VERB", NULL);
+  expect("help", 0, "usage: swathe VERB", NULL);
+  expect("--version", 0, "swathe " SWATHE_VERSION "\n", NULL);
+  expect("", 2, NULL, "usage: swathe VERB");
+  expect("conquer", 2, NULL, "there is no verb 'conquer'; see swathe --help");
+  expect("--conquer", 2, NULL, "there is no option '--conquer'");
+  expect("db", 2, NULL, "db needs a second word");
+  expect("db conquer", 2, NULL, "there is no verb 'db conquer'");
+  expect("db --help", 0, "db best", NULL);
+}
+
+static void every_verb_has_help_with_examples(void **state)
+{
+  (void)state;
+  static const char *const verbs[] = { "models", "emit", "compile", "plan", "run", "tune",
+                                       "db list", "db show", "db best", "doctor" };
+  for (size_t i = 0; i < sizeof verbs / sizeof verbs[0]; i++) {
+    char words[64], usage[64];
+    snprintf(words, sizeof words, "%s --help", verbs[i]);
+    snprintf(usage, sizeof usage, "usage: swathe %s", verbs[i]);
+    expect(words, 0, usage, NULL);
+    expect(words, 0, "Examples:", NULL);
+    expect(words, 0, "--json", NULL);
+  }
+}
+
+// Options are refused with exit 2, words that name them, and the way to the help.
+static void refuses_bad_use(void **state)
+{
+  (void)state;
+  static const struct { const char *words, *err;
+  } rows[] = {
+    { "plan --conquer", "there is no option --conquer\nsee swathe plan --help" },
+    { "plan --rank 2", "there is no option --rank\n" },
+    { "plan -r", "there is no option -r" },
+    { "plan --budget 3", "--budget is an option of other verbs, not of plan" },
+    { "plan extra", "'extra' is one word too many" },
+    { "plan -- --ranks", "'--ranks' is one word too many" },
+    { "plan --ranks", "--ranks needs a value: --ranks P" },
+    { "plan --ranks --json", "--ranks needs a value" },
+    { "plan --ranks ''", "--ranks is given an empty value" },
+    { "plan --ranks 2 --ranks=2", "--ranks is given twice" },
+    { "plan --json=yes", "--json takes no value" },
+    { "plan --ranks two", "--ranks two: not a whole number" },
+    { "plan --ranks 2.5", "--ranks 2.5: not a whole number" },
+    { "plan --ranks ' 2'", "not a whole number" },
+    { "plan --ranks 0", "--ranks 0: at least 1" },
+    { "plan --ranks -3", "--ranks -3: at least 1" },
+    { "plan --ranks 99999999999999999999", "not a whole number" },
+    { "plan --ranks 70000", "--ranks 70000: at most 65536" },
+    { "plan --window 0", "--window 0: at least 1" },
+    { "plan --window-left -1", "--window-left -1: at least 0" },
+    { "plan --window-left all", "--window-left all: not a whole number" },
+    { "plan --window 8 --window-left 7", "--window and --window-left do not go together" },
+    { "plan --window 8 --window-right 0", "--window and --window-right do not go together" },
+    { "plan --window 8 --problem window_left=7",
+      "--problem sets window_left, and so does --window" },
+    { "plan --ranks 2 --problem q_heads=2,ranks=2", "--problem sets ranks, and so does --ranks" },
+    { "plan --tokens 9 --problem tokens_per_rank=9", "--problem sets tokens_per_rank" },
+    { "plan --problem q_heads=2,q_heads=4", "--problem sets q_heads twice" },
+    { "plan --problem heads=2", "a problem has no field 'heads'" },
+    { "plan --problem q_heads", "'q_heads' in the problem is not name=value" },
+    { "plan --problem q_heads=3,kv_heads=2", "3 query heads cannot share 2 key heads evenly" },
+    { "plan --documents 5,x", "--documents 5,x: the 2. length is not a whole number" },
+    { "plan --documents 5,", "the 2. length is not a whole number" },
+    { "plan --documents 5,-1", "the 2. length is out of range" },
+    { "plan --documents 5,6 --tokens 10",
+      "--documents are 11 tokens together, but the sequence has 10" },
+    { "plan --documents 0", "the sequence has no tokens" },
+    { "plan --tokens 0", "--tokens 0: at least 1" },
+    { "plan --layout spans", "the layout 'spans' needs a list of spans" },
+    { "plan --layout spiral", "--layout spiral\n  no layout is called 'spiral'" },
+    { "plan --dtype f16", "--dtype f16\n  no dtype is called 'f16'" },
+    { "plan --softcap much", "--softcap much: not a finite number" },
+    { "plan --softcap -1", "softcap -1" },
+    { "plan --scale inf", "--scale inf: not a finite number" },
+    { "plan --model gpt-oss", "--model gpt-oss\n" },
+    { "models gpt-oss", "no preset 'gpt-oss'" },
+    { "emit", "forward|backward is missing" },
+    { "emit sideways", "'sideways' is neither forward nor backward" },
+    { "compile --config tile=1", "say forward or backward" },
+    { "emit forward --config tile=1", "the forward kernel cannot be emitted\n" },
+    { "run --k k.npy", "--k needs --q too" },
+    { "run --q q.npy --k k.npy", "--q needs --v too" },
+    { "run --sink s.npy", "--sink needs --q too" },
+    { "run --forward --dout d.npy", "--forward and --dout do not go together" },
+    { "run --repeat 0", "--repeat 0: at least 1" },
+    { "tune --budget 0", "--budget 0: more than 0 seconds" },
+    { "tune --budget soon", "--budget soon: not a finite number" },
+  };
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+    expect(rows[i].words, 2, NULL, rows[i].err);
+}
+
+static void fails_when_stdout_is_full(void **state)
+{
+  (void)state;
+  char command[8192];
+  snprintf(command, sizeof command, "'%s' models >/dev/full 2>stderr", binary);
+  const int status = system(command);
+  char *err = read_text("stderr");
+  assert_int_equal(WEXITSTATUS(status), 1);
+  assert_non_null(strstr(err, "stdout could not be written"));
+  free(err);
+}
+
+// ---- JSON ---------------------------------------------------------------------------------------
+
+static const char *skip_json_blanks(const char *at)
+{
+  return at + strspn(at, " \t\r\n");
+}
+
+static const char *skip_json_string(const char *at)
+{
+  if (*at++ != '"') return NULL;
+  for (; *at && *at != '"'; at++) {
+    if ((unsigned char)*at < ' ') return NULL;
+    if (*at == '\\' && !*++at) return NULL;
+  }
+  return *at ? at + 1 : NULL;
+}
+
+// Behind one JSON value, or NULL if there is none.
+static const char *skip_json(const char *at)
+{
+  at = skip_json_blanks(at);
+  if (*at == '"') return skip_json_string(at);
+  if (*at != '{' && *at != '[') {
+    static const char *const names[] = { "true", "false", "null" };
+    for (int i = 0; i < 3; i++)
+      if (!strncmp(at, names[i], strlen(names[i]))) return at + strlen(names[i]);
+    char *end;
+    (void)strtod(at, &end);
+    return (*at == '-' || isdigit((unsigned char)*at)) ? end : NULL;
+  }
+  const char close = *at == '{' ? '}' : ']';
+  at = skip_json_blanks(at + 1);
+  while (*at != close) {
+    if (close == '}') {
+      at = skip_json_string(at);
+      if (!at || *(at = skip_json_blanks(at)) != ':') return NULL;
+      at++;
+    }
+    at = skip_json(at);
+    if (!at) return NULL;
+    at = skip_json_blanks(at);
+    if (*at == ',') at = skip_json_blanks(at + 1);
+    else if (*at != close) return NULL;
+  }
+  return at + 1;
+}
+
+static void expect_json(const char *words, int status, const char *out)
+{
+  struct outcome outcome = run_prefixed("", words);
+  const char *end = skip_json(outcome.out);
+  if (outcome.status != status)
+    fail_msg("swathe %s: exit %d, not %d\n%s", words, outcome.status, status, outcome.err);
+  if (!end || *skip_json_blanks(end))
+    fail_msg("swathe %s: not one JSON document:\n%s", words, outcome.out);
+  if (!strstr(outcome.out, out)) fail_msg("swathe %s: no '%s' in:\n%s", words, out, outcome.out);
+  release(&outcome);
+}
+
+#define TINY "--problem q_heads=4,kv_heads=2,head_dim_qk=16,head_dim_v=16 --window 24 --tokens 300 "
+
+static void prints_one_json_document(void **state)
+{
+  (void)state;
+  static const struct { const char *words; int status; const char *out; } rows[] = {
+    { "models --json", 0, "\"name\": \"gpt-oss-20b\"" },
+    { "models gpt-oss-20b --json", 0, "\"window_left\": 127" },
+    { "plan --json " TINY "--ranks 3", 0, "\"halo_tokens\": 46" },
+    { "plan --json --messages " TINY "--ranks 3", 0, "\"position\": 77" },
+    { "plan --json --window-left unlimited " TINY, 2, "\"error\": " },
+    { "plan --json --ranks", 2, "\"error\": \"--ranks needs a value: --ranks P\"" },
+    { "plan --json --window-left unlimited --tokens 9", 0, "\"window_left\": \"unlimited\"" },
+    { "emit forward --json " TINY, 0, "\"source\": \"" },
+    { "emit forward --json --config tile=1 " TINY, 2, "\"error\": " },
+    { "compile --json " TINY, 0, "\"cached\": false" },
+    { "compile --json " TINY, 0, "\"cached\": true" },
+    { "run --json --check --ranks 3 " TINY, 0, "\"passed\": true" },
+    { "run --json --target cuda " TINY, 1, "\"error\": " },
+    { "db list --json", 0, "\"picks\": []" },
+    { "db show --json " TINY, 0, "\"samples\": []" },
+    { "db best --json " TINY, 0, "\"kernel\": \"backward\"" },
+    { "doctor --json", 0, "\"broken\": 0" },
+  };
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+    expect_json(rows[i].words, rows[i].status, rows[i].out);
+}
+
+// Halo bytes of a published model, worked out by hand: 127 tokens * 8 heads * (64 + 64) * 2 bytes.
+static void plans_a_known_model(void **state)
+{
+  (void)state;
+  expect_json("plan --json --model gpt-oss-20b --tokens 131072 --ranks 8", 0,
+              "\"receive_bytes\": 260096");
+  expect("plan --model gpt-oss-20b --tokens 131072 --ranks 8", 0, "260096 (254.0 KiB)", NULL);
+  expect("plan --model gpt-oss-20b --tokens 131072 --ranks 3", 0,
+         "heads do not divide by the ranks", NULL);
+  // --problem goes over the preset, and the window over both.
+  expect_json(
+      "plan --json --model gpt-oss-20b --problem kv_heads=4 --window 65 --tokens 4096 --ranks 2", 0,
+      "\"receive_bytes\": 65536");
+  // The whole sequence: documents and padding behind them.
+  expect_json("plan --json --documents 100,0,50 --tokens 200 --ranks 2 --window 11", 0,
+              "\"tokens\": 200");
+  expect_json("plan --json --tokens 100 --ranks 3 --batch 4", 0, "\"tokens_per_rank\": 136");
+}
+
+// ---- Kernels ------------------------------------------------------------------------------------
+
+// The banner of a kernel holds the command that makes it again, byte for byte.
+static void the_banner_makes_the_same_source(void **state)
+{
+  (void)state;
+  struct outcome first = run_prefixed("", "emit backward --model gpt-oss-20b --isa avx2");
+  const char *banner = strstr(first.out, "swathe emit ");
+  assert_int_equal(first.status, 0);
+  assert_non_null(banner);
+  char words[1024];
+  snprintf(words, sizeof words, "%.*s", (int)strcspn(banner, "\n") - 7, banner + 7);
+  struct outcome second = run_prefixed("", words);
+  assert_int_equal(second.status, 0);
+  assert_string_equal(first.out, second.out);
+  release(&second);
+
+  expect("emit backward --model gpt-oss-20b --isa avx2 --output kernel.c", 0, "", NULL);
+  char *written = read_text("kernel.c");
+  assert_string_equal(first.out, written);
+  free(written);
+  release(&first);
+  expect("emit forward --output missing/kernel.c", 1, NULL, "missing/kernel.c cannot be written");
+}
+
+// ---- Files --------------------------------------------------------------------------------------
+
+// An array of the given shape (zeros end it) with numbers from -1 to 1 that look random.
+static void put_array(const char *path, int axes, const int64_t *shape)
+{
+  struct cli_npy array = { .axes = axes, .elements = 1 };
+  for (int i = 0; i < axes; i++) {
+    array.shape[i] = shape[i];
+    array.elements *= shape[i];
+  }
+  array.data = calloc((size_t)array.elements, sizeof *array.data);
+  for (int64_t i = 0; i < array.elements; i++)
+    array.data[i] = (float)sin(12.9898 * (double)i + (double)path[0]);
+  assert_int_equal(cli_npy_write(path, &array), CLI_OK);
+  free(array.data);
+}
+
+static struct cli_npy get_array(const char *path, const char *shape)
+{
+  struct cli_npy array;
+  if (cli_npy_read(path, &array)) fail_msg("%s", cli_fail_words());
+  assert_string_equal(cli_npy_shape(&array).text, shape);
+  return array;
+}
+
+static void expect_close(const char *one_path, const char *other_path, const char *shape)
+{
+  struct cli_npy one = get_array(one_path, shape), other = get_array(other_path, shape);
+  for (int64_t i = 0; i < one.elements; i++)
+    if (!(fabsf(one.data[i] - other.data[i]) <= 2e-5f))
+      fail_msg("%s[%lld]: %g, but %g in %s", one_path, (long long)i, (double)one.data[i],
+               (double)other.data[i], other_path);
+  free(one.data);
+  free(other.data);
+}
+
+static void put_inputs(void)
+{
+  put_array("q.npy", 4, (const int64_t[]){ 2, 70, 4, 8 });
+  put_array("k.npy", 4, (const int64_t[]){ 2, 70, 2, 8 });
+  put_array("v.npy", 4, (const int64_t[]){ 2, 70, 2, 6 });
+  put_array("d.npy", 4, (const int64_t[]){ 2, 70, 4, 6 });
+  put_array("s.npy", 1, (const int64_t[]){ 4 });
+}
+
+#define FILES "--q q.npy --k k.npy --v v.npy "
+
+static void replays_files_over_any_ranks(void **state)
+{
+  (void)state;
+  static const struct { const char *file, *shape; } results[] = {
+    { "out.npy", "[2, 70, 4, 6]" }, { "lse.npy", "[2, 70, 4]" },   { "dq.npy", "[2, 70, 4, 8]" },
+    { "dk.npy", "[2, 70, 2, 8]" },  { "dv.npy", "[2, 70, 2, 6]" }, { "dsink.npy", "[4]" },
+  };
+  put_inputs();
+  expect("run " FILES "--dout d.npy --sink s.npy --window 9 --out one --check", 0, "written to one",
+         NULL);
+  expect("run " FILES "--dout d.npy --sink s.npy --window-left 8 --window-right 0 --ranks 3 "
+         "--layout zigzag --out three --check", 0, "written to three", NULL);
+  expect("run " FILES "--dout d.npy --sink s.npy --window 9 --out one --check", 0, NULL, NULL);
+  for (size_t i = 0; i < sizeof results / sizeof results[0]; i++) {
+    char one[64], three[64];
+    snprintf(one, sizeof one, "one/%s", results[i].file);
+    snprintf(three, sizeof three, "three/%s", results[i].file);
+    expect_close(one, three, results[i].shape);
+  }
+
+  expect("run " FILES "--window 9 --out forward --dtype bf16 --check", 0, NULL, NULL);
+  assert_int_equal(access("forward/out.npy", F_OK), 0);
+  assert_int_equal(access("forward/dq.npy", F_OK), -1);
+  assert_int_equal(system("ls -A one three forward | grep tmp"), 1 << 8);  // nothing half-written
+}
+
+// Three axes in, three axes out; documents cut the window.
+static void keeps_the_number_of_axes(void **state)
+{
+  (void)state;
+  put_array("q3.npy", 3, (const int64_t[]){ 20, 2, 4 });
+  put_array("k3.npy", 3, (const int64_t[]){ 20, 1, 4 });
+  put_array("v3.npy", 3, (const int64_t[]){ 20, 1, 4 });
+  expect("run --q q3.npy --k k3.npy --v v3.npy --documents 7,1,9 --ranks 2 --out axes --check", 0,
+         NULL, NULL);
+  free(get_array("axes/out.npy", "[20, 2, 4]").data);
+  struct cli_npy lse = get_array("axes/lse.npy", "[20, 2]");
+  // Of 20 tokens the last 3 are padding, and a document of one token sees itself alone.
+  struct cli_npy v = get_array("v3.npy", "[20, 1, 4]"),
+                 out = get_array("axes/out.npy", "[20, 2, 4]");
+  for (int i = 17 * 2; i < 20 * 2; i++) assert_true(isinf(lse.data[i]) && lse.data[i] < 0);
+  for (int i = 17 * 8; i < 20 * 8; i++) assert_true(out.data[i] == 0);
+  for (int d = 0; d < 4; d++) assert_true(fabsf(out.data[7 * 8 + d] - v.data[7 * 4 + d]) < 1e-6f);
+  free(lse.data);
+  free(v.data);
+  free(out.data);
+}
+
+static void refuses_files_that_do_not_fit(void **state)
+{
+  (void)state;
+  put_inputs();
+  put_array("k_tokens.npy", 4, (const int64_t[]){ 2, 71, 2, 8 });
+  put_array("k_batch.npy", 4, (const int64_t[]){ 1, 70, 2, 8 });
+  put_array("k_dim.npy", 4, (const int64_t[]){ 2, 70, 2, 9 });
+  put_array("k_heads.npy", 4, (const int64_t[]){ 2, 70, 3, 8 });
+  put_array("v_heads.npy", 4, (const int64_t[]){ 2, 70, 3, 6 });
+  put_array("d_dim.npy", 4, (const int64_t[]){ 2, 70, 4, 8 });
+  put_array("d_heads.npy", 4, (const int64_t[]){ 2, 70, 2, 6 });
+  put_array("s_heads.npy", 1, (const int64_t[]){ 2 });
+  put_array("q2.npy", 2, (const int64_t[]){ 70, 8 });
+  put_array("k3.npy", 3, (const int64_t[]){ 70, 2, 8 });
+  static const struct { const char *words; int status; const char *err; } rows[] = {
+    { "--q q.npy --k k_tokens.npy --v v.npy", 1,
+      "k_tokens.npy [2, 71, 2, 8] and q.npy [2, 70, 4, 8] do not fit together: the tokens differ" },
+    { "--q q.npy --k k_batch.npy --v v.npy", 1, "the batches differ" },
+    { "--q q.npy --k k_dim.npy --v v.npy", 1, "their head dims differ" },
+    { "--q q.npy --k k_heads.npy --v v_heads.npy", 1, "cannot share the key heads evenly" },
+    { "--q q.npy --k k.npy --v v_heads.npy", 1, "their heads differ" },
+    { FILES "--dout d_dim.npy", 1, "d_dim.npy [2, 70, 4, 8] and v.npy" },
+    { FILES "--dout d_heads.npy", 1, "their heads differ" },
+    { FILES "--sink s_heads.npy", 1, "a sink is one number per query head" },
+    { "--q q2.npy --k k.npy --v v.npy", 1, "q2.npy has the shape [70, 8]" },
+    { "--q q.npy --k k3.npy --v v.npy", 1, "one has a batch axis" },
+    { "--q q.npy --k nowhere.npy --v v.npy", 1, "nowhere.npy cannot be opened" },
+    { FILES "--tokens 70", 2, "--q and --tokens do not go together" },
+    { FILES "--batch 2", 2, "--q and --batch do not go together" },
+    { FILES "--problem q_heads=4", 2, "--problem sets q_heads, and so do the files" },
+    { FILES "--model gpt-oss-20b", 2, "gpt-oss-20b has sinks" },
+    { FILES "--sink s.npy --problem sinks=0", 2, "--problem sets sinks, and so does --sink" },
+    { FILES "--documents 71", 2, "--documents are 71 tokens together, but the sequence has 70" },
+    { FILES "--out q.npy/results", 1, "the directory q.npy/results cannot be made" },
+    { "--transport mpi --tokens 9", 1, "--transport mpi is not supported" },
+  };
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    char words[512];
+    snprintf(words, sizeof words, "run %s", rows[i].words);
+    expect(words, rows[i].status, NULL, rows[i].err);
+  }
+}
+
+// ---- Failing together ---------------------------------------------------------------------------
+
+// No compiler: every rank fails, none waits for another, and the first cause is what is printed.
+static void a_failing_rank_ends_the_run(void **state)
+{
+  (void)state;
+  struct outcome outcome =
+      run_prefixed("timeout 60 env SWATHE_CC=/nowhere/cc", "run --cache fresh --ranks 4 " TINY);
+  assert_int_equal(outcome.status, 1);
+  assert_non_null(strstr(outcome.err, "failed to make its layer"));
+  assert_non_null(strstr(outcome.err, "/nowhere/cc"));
+  release(&outcome);
+}
+
+static void an_interrupted_tune_says_so(void **state)
+{
+  (void)state;
+  struct outcome outcome =
+      run_prefixed("timeout --preserve-status -k 60 -s INT 2",
+                   "tune --budget 600 --model gpt-oss-20b --tokens 2048 --ranks 4");
+  assert_int_equal(outcome.status, 1);
+  assert_non_null(strstr(outcome.err, "interrupted; what was measured is kept"));
+  assert_non_null(strstr(outcome.out, "database"));
+  release(&outcome);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+    cmocka_unit_test(answers_without_a_verb),
+    cmocka_unit_test(every_verb_has_help_with_examples),
+    cmocka_unit_test(refuses_bad_use),
+    cmocka_unit_test(fails_when_stdout_is_full),
+    cmocka_unit_test(prints_one_json_document),
+    cmocka_unit_test(plans_a_known_model),
+    cmocka_unit_test(the_banner_makes_the_same_source),
+    cmocka_unit_test(replays_files_over_any_ranks),
+    cmocka_unit_test(keeps_the_number_of_axes),
+    cmocka_unit_test(refuses_files_that_do_not_fit),
+    cmocka_unit_test(a_failing_rank_ends_the_run),
+    cmocka_unit_test(an_interrupted_tune_says_so),
+  };
+  return cmocka_run_group_tests(tests, make_directory, remove_directory);
+}
