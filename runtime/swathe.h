@@ -424,7 +424,7 @@ SWATHE_API void swathe_reference_dkv(const struct swathe_problem *problem,
                                      const struct swathe_sequence *sequence, const double *lse,
                                      const double *delta, int64_t batch, int64_t token, double *dk,
                                      double *dv);
-// The queries that see the key at `token`: first and last + 1 token of the packed row; none: padding.
+// The queries that see the key at `token`: first and last + 1, in the packed row.  Padding: none.
 SWATHE_API void swathe_reference_seen_by(const struct swathe_problem *problem,
                                          const struct swathe_sequence *sequence, int64_t token,
                                          int64_t *begin, int64_t *end);
