@@ -42,8 +42,8 @@ struct sw_jit_cc {
 struct sw_jit_cc_run {
   pid_t process;
   int output;               // the reading end of its stdout and stderr; -1 after the end
-  bool ended, status_known; // not known when somebody else reaped our child
-  int wait_status;
+  bool ended;
+  int wait_status;          // 0 when somebody else reaped our child: its output must speak for it
   double started, seconds;
   char *log;                // [LOG_BYTES + 1]
   size_t log_bytes;
@@ -318,7 +318,6 @@ static void reap(struct sw_jit_cc_run *run, int flags)
   while (reaped < 0 && errno == EINTR);
   if (reaped == 0) return;
   run->ended = true;
-  run->status_known = reaped == run->process;
   run->seconds = sw_jit_cc_now() - run->started;
 }
 
@@ -373,7 +372,6 @@ static enum swathe_status judge(const struct sw_jit_cc_run *run)
   if (!run->ended)
     return sw_fail(SWATHE_TIMEOUT, "'%s' did not end within %.1f s and was killed", run->command,
                    sw_jit_cc_now() - run->started);
-  if (!run->status_known) return SWATHE_OK;  // its output speaks for it
   if (WIFSIGNALED(run->wait_status))
     return sw_fail(SWATHE_COMPILE, "'%s' was killed by signal %d (%s)", run->command,
                    WTERMSIG(run->wait_status), strsignal(WTERMSIG(run->wait_status)));

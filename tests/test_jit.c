@@ -18,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -47,6 +48,23 @@ int fsync(int file)
     return -1;
   }
   return (int)syscall(SYS_fsync, file);
+}
+
+// Between the opening of a lock file and its lock, somebody else removes it, makes a new one and locks
+// that; `stolen` holds the new one.
+static bool steal_lock;
+static int stolen = -1;
+int flock(int file, int operation)
+{
+  if (steal_lock) {
+    char link[64], path[512] = "";
+    steal_lock = false;
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    if (readlink(link, path, sizeof path - 1) < 0 || unlink(path)) return -1;
+    stolen = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+    syscall(SYS_flock, stolen, LOCK_EX);
+  }
+  return (int)syscall(SYS_flock, file, operation);
 }
 
 static char root[64];                          // of everything the tests write
@@ -331,7 +349,11 @@ static void real_compiler_and_images_outlive_the_jit(void **state)
   assert_true(report.compile_s > 0);
   assert_int_equal(strlen(report.key), 64);
   assert_int_equal(answer_of(first), 42);
-  // an image under the number of one that went is still itself
+  // two at a time are two; and an image under the number of one that went is still itself
+  assert_int_equal(sw_jit_load(jit, &other, plenty_s, &second, NULL, NULL), SWATHE_OK);
+  assert_int_equal(answer_of(second), 7);
+  assert_int_equal(answer_of(first), 42);
+  sw_jit_unload(second);
   for (int i = 0; i < 3; i++) {
     sw_jit_unload(first);
     assert_int_equal(sw_jit_load(jit, &other, plenty_s, &second, NULL, NULL), SWATHE_OK);
@@ -394,6 +416,7 @@ static void compiler_is_chosen_in_order(void **state)
     snprintf(path, sizeof path, "%s/bin/%s", root, names[i]);
     make_compiler(path, names[i], good);
   }
+  make_compiler(in_root("here/first"), "where we stand", good);  // never looked at
   snprintf(path, sizeof path, ".::%s/bin:%s", root, old);
   setenv("PATH", path, 1);
   setenv("SWATHE_CC", "  second  -x ", 1);
@@ -414,6 +437,7 @@ static void compiler_is_chosen_in_order(void **state)
     sw_jit_close(jit);
   }
   setenv("PATH", old, 1);
+  unlink(in_root("here/first"));
   unsetenv("CC");
   free(old);
 }
@@ -757,6 +781,20 @@ static void waiting_for_another_is_bounded(void **state)
   assert_true(now() - start < 20);
   sw_jit_close(jit);
   end_holder(holder);
+}
+
+static void lock_on_a_removed_file_is_none(void **state)
+{
+  struct sw_jit_report report;
+  (void)state;
+  struct sw_jit *jit = open_jit();
+  steal_lock = true;
+  const double start = now();
+  assert_int_equal(sw_jit_warm(jit, &request, 0.5, &report, NULL), SWATHE_OK);
+  assert_true(now() - start > 0.4);  // it waited for the new file's holder
+  assert_true(stolen >= 0);
+  close(stolen);
+  sw_jit_close(jit);
 }
 
 // ---- Compilers that misbehave ------------------------------------------------------------------
@@ -1202,6 +1240,7 @@ int main(void)
     TEST(processes_compile_once),
     TEST(killed_holder_leaves_no_lock),
     TEST(waiting_for_another_is_bounded),
+    TEST(lock_on_a_removed_file_is_none),
     TEST(bad_ends_are_compile_failures),
     TEST(real_errors_name_the_line),
     TEST(log_is_bounded),
