@@ -397,6 +397,16 @@ static void answers_come_nearest_first_whatever_the_order_of_insertion(void **st
   }
 }
 
+static void equally_near_answers_come_in_order_of_their_text(void **state)
+{
+  (void)state;
+  struct sw_db *db = open_db(in_place("ties.db"), SW_DB_WRITE);
+  put_pick(db, "tokens_per_rank=25", &here, "fewer");
+  put_pick(db, "tokens_per_rank=100", &here, "more"); // "100" < "25" as texts
+  assert_string_equal(find(db, "tokens_per_rank=50", &here), "more fewer ");
+  sw_db_close(db);
+}
+
 static void a_visitor_may_stop(void **state)
 {
   (void)state;
@@ -776,6 +786,46 @@ static void damaged_files_are_refused_by_writers_and_harmless_to_readers(void **
   free(bytes);
 }
 
+static void writers_look_at_every_page(void **state)
+{
+  (void)state;
+  const char *path = in_place("page.db");
+  size_t size;
+  struct sw_db *db = open_db(path, SW_DB_WRITE);
+  put_pick(db, "", &here, "a=1");
+  sw_db_close(db);
+  const int64_t page =
+      ask(path, "SELECT rootpage FROM sqlite_schema WHERE name = 'sample_by_session'");
+  char *bytes = read_bytes(path, &size);
+  memset(bytes + 4096 * (page - 1), 0xff, 4096);
+  write_bytes(path, bytes, size);
+  free(bytes);
+  db = NULL;
+  assert_int_equal(sw_db_open(path, SW_DB_WRITE, &db), SWATHE_DATABASE);
+  assert_non_null(strstr(swathe_error(), "damaged"));
+}
+
+static void readers_leave_what_a_killed_writer_left(void **state)
+{
+  (void)state;
+  size_t size, size_after;
+  struct sw_db *db = open_db(in_place("alive.db"), SW_DB_WRITE);
+  put_pick(db, "", &here, "a=1");
+  copy_file(in_place("alive.db"), in_place("left.db"));
+  copy_file(in_place("alive.db-wal"), in_place("left.db-wal"));
+  sw_db_close(db);
+  char *before = read_bytes(in_place("left.db"), &size);
+  db = open_db(in_place("left.db"), SW_DB_READ);
+  assert_string_equal(find(db, "", &here), "[a=1] ");
+  sw_db_close(db);
+  char *after = read_bytes(in_place("left.db"), &size_after);
+  assert_int_equal(size, size_after);
+  assert_memory_equal(before, after, size);
+  assert_true(exists(in_place("left.db-wal")));
+  free(before);
+  free(after);
+}
+
 static void an_empty_file_is_version_0_and_is_brought_up(void **state)
 {
   (void)state;
@@ -1031,6 +1081,7 @@ int main(void)
     cmocka_unit_test(journal_is_write_ahead_unless_on_a_network),
     cmocka_unit_test(a_pick_comes_back_as_it_went_in),
     cmocka_unit_test(answers_come_nearest_first_whatever_the_order_of_insertion),
+    cmocka_unit_test(equally_near_answers_come_in_order_of_their_text),
     cmocka_unit_test(a_visitor_may_stop),
     cmocka_unit_test(threads_may_share_a_database),
     cmocka_unit_test(a_pick_replaces_the_one_before_and_knows_its_sample),
@@ -1041,6 +1092,8 @@ int main(void)
     cmocka_unit_test(files_that_are_not_ours_are_refused_and_left_alone),
     cmocka_unit_test(files_that_are_no_databases_are_refused_and_left_alone),
     cmocka_unit_test(damaged_files_are_refused_by_writers_and_harmless_to_readers),
+    cmocka_unit_test(writers_look_at_every_page),
+    cmocka_unit_test(readers_leave_what_a_killed_writer_left),
     cmocka_unit_test(an_empty_file_is_version_0_and_is_brought_up),
     cmocka_unit_test(read_only_places_can_be_read),
     cmocka_unit_test(a_network_without_locks_can_be_read),

@@ -41,7 +41,7 @@ CREATE TABLE session (
   started_at TEXT NOT NULL  -- UTC, ISO 8601
 );
 
--- One candidate measured once. Never changed and never removed: picks can be made again from samples.
+-- One candidate measured once. Never changed, never removed: picks can be made again from samples.
 CREATE TABLE sample (
   id INTEGER PRIMARY KEY NOT NULL,
   session INTEGER NOT NULL REFERENCES session (id),
@@ -75,7 +75,7 @@ CREATE TABLE pick (
   ratio REAL NOT NULL CHECK (ratio > 0 AND ratio <= 1e15),
   complete INTEGER NOT NULL CHECK (complete IN (0, 1)),  -- 0: the search was cut short
   session INTEGER NOT NULL REFERENCES session (id),
-  sample INTEGER REFERENCES sample (id),                 -- the newest that measured this config, if any
+  sample INTEGER REFERENCES sample (id),                 -- the newest that measured this config
   written_at TEXT NOT NULL,
   UNIQUE (problem, kernel, environment)
 );
