@@ -26,14 +26,14 @@
 // itself.
 
 enum {
-  ROWS         = LANES * VECTORS,     // rows of a panel
-  TILE_ROWS    = ROWS * PANELS,
-  K_STRIDE     = LANES * KEY_VECTORS,    // floats from key to key in a packed block, and from row
-  V_STRIDE     = LANES * VALUE_VECTORS,  // to row of Q and dO
-  P_STRIDE     = TILE_ROWS + LANES,   // from key to key in P^T and dS^T; a vector more than needed,
+  ROWS      = LANES * VECTORS,        // rows of a panel
+  TILE_ROWS = ROWS * PANELS,
+  K_STRIDE  = LANES * KEY_VECTORS,    // floats from key to key in a packed block, and from row to
+  V_STRIDE  = LANES * VALUE_VECTORS,  // row of Q and dO
+  P_STRIDE  = TILE_ROWS + LANES,      // from key to key in P^T and dS^T; a vector more than needed,
                                       // for powers of two would fall on the same few cache sets
-  GRAIN        = ROWS_K > ROWS_J ? ROWS_K : ROWS_J,   // a panel's part of a block is rounded to it
-  COLUMNS      = LANES * VECTORS_D,   // dims of a key that are summed at once
+  GRAIN     = ROWS_K > ROWS_J ? ROWS_K : ROWS_J,   // a panel's part of a block is rounded to it
+  COLUMNS   = LANES * VECTORS_D,      // dims of a key that are summed at once
 };
 
 const sw_int64 backward_tile_tokens = TILE_TOKENS;
@@ -84,12 +84,12 @@ struct tile {
   sw_int64 head;                      // its first query head
   sw_int64 position, row;             // of its first query
   int      tokens;                    // 1 .. TILE_TOKENS
+  int      panels;                    // that hold a query; the others are left alone
 };
 
-// The queries of a panel; none when the tile ends before it.
 INLINE int panel_tokens(const struct tile *t, int panel) {
   int left = t->tokens - panel * PANEL_TOKENS;
-  return left < 0 ? 0 : left < PANEL_TOKENS ? left : PANEL_TOKENS;
+  return left < PANEL_TOKENS ? left : PANEL_TOKENS;
 }
 
 // Where lane m of a panel finds its row: its token of q and its head.
@@ -386,10 +386,8 @@ struct rows { int begin, end; };      // keys, as rows of a block
 // GRAIN.  Both ends only grow from panel to panel; there are none when begin >= end.
 static struct rows rows_of_panel(const struct tile *t, int panel, const struct block *block,
                                  struct positions here) {
-  int tokens = panel_tokens(t, panel);
-  if (!tokens) return (struct rows){ BLOCK_K, BLOCK_K };
-  sw_int64 first = block->number * BLOCK_K;
-  here = overlap(here, keys_of_some(t->position + panel * PANEL_TOKENS, tokens));
+  sw_int64 first = block->number * BLOCK_K, position = t->position + panel * PANEL_TOKENS;
+  here = overlap(here, keys_of_some(position, panel_tokens(t, panel)));
   return (struct rows){ (int)(here.begin - first) / GRAIN * GRAIN,
                         (int)(here.end - first + GRAIN - 1) / GRAIN * GRAIN };
 }
@@ -420,12 +418,12 @@ static void differentiate_panel(struct workspace *w, const struct tile *t, int p
 
 // sums[key][dim] += weights[key][row] * x[row][dim], over the rows of the panels that see the key.
 static void sum_block(float *sums, const float *weights, const float *x, int stride,
-                      const struct rows *keys) {
+                      const struct rows *keys, int panels) {
   for (int d = 0; d < stride; d += COLUMNS) {
     int panel = 0, end = 0;   // the panels that see a key follow each other; both ends only grow
-    for (int row = keys[0].begin; row < keys[PANELS - 1].end; row += ROWS_J) {
-      while (panel < PANELS && keys[panel].end <= row) panel++;
-      while (end < PANELS && keys[end].begin <= row) end++;
+    for (int row = keys[0].begin; row < keys[panels - 1].end; row += ROWS_J) {
+      while (panel < panels && keys[panel].end <= row) panel++;
+      while (end < panels && keys[end].begin <= row) end++;
       if (panel < end)
         sum_for_keys(sums + row * stride + d, weights + row * P_STRIDE + panel * ROWS,
                      x + panel * ROWS * stride + d, stride, (end - panel) * ROWS);
@@ -436,16 +434,16 @@ static void sum_block(float *sums, const float *weights, const float *x, int str
 static void differentiate_block(struct workspace *w, const struct tile *t, struct slot *slot,
                                 struct positions here) {
   struct rows keys[PANELS];
-  for (int panel = 0; panel < PANELS; panel++) {
+  for (int panel = 0; panel < t->panels; panel++) {
     keys[panel] = rows_of_panel(t, panel, &slot->block, here);
     if (keys[panel].begin < keys[panel].end) differentiate_panel(w, t, panel, slot, keys[panel]);
   }
-  sum_block(slot->dv, w->p, w->dout, V_STRIDE, keys);
-  sum_block(slot->dk, w->ds, w->q, K_STRIDE, keys);
+  sum_block(slot->dv, w->p, w->dout, V_STRIDE, keys, t->panels);
+  sum_block(slot->dk, w->ds, w->q, K_STRIDE, keys, t->panels);
 }
 
 static void backward_tile(struct workspace *w, const struct tile *t) {
-  for (int panel = 0; panel < PANELS; panel++)
+  for (int panel = 0; panel < t->panels; panel++)
     for (int m = 0; m < ROWS; m += LANES) load_rows(w, t, panel, m);
   __builtin_memset(w->dq_t, 0, sizeof w->dq_t);
 
@@ -458,7 +456,7 @@ static void backward_tile(struct workspace *w, const struct tile *t) {
     if (slot->block.covered_keys) differentiate_block(w, t, slot, here);
     seen.begin = here.end;
   }
-  for (int panel = 0; panel < PANELS; panel++) store_panel(w, t, panel);
+  for (int panel = 0; panel < t->panels; panel++) store_panel(w, t, panel);
 }
 
 // ---- items --------------------------------------------------------------------------------------
@@ -475,6 +473,7 @@ static void backward_item(struct workspace *w, const struct sw_attention_args *a
   for (sw_int64 token = 0; token < t.unit->tokens; token += TILE_TOKENS) {
     sw_int64 left = t.unit->tokens - token;
     t.tokens = (int)(left < TILE_TOKENS ? left : TILE_TOKENS);
+    t.panels = (t.tokens + PANEL_TOKENS - 1) / PANEL_TOKENS;
     t.position = t.unit->position + token;
     t.row = t.unit->row + token;
     for (int group = 0; group < GQA / PACK; group++) {
