@@ -5,6 +5,7 @@
 #include <ctype.h>
 #include <errno.h>
 #include <inttypes.h>
+#include <locale.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -220,6 +221,7 @@ static void put_window(struct writer *w, int64_t value)
 static void put_real(struct writer *w, double value)
 {
   char text[40];
+  if (value == 0) value = 0;  // -0 is the same problem
   snprintf(text, sizeof text, "%g", value);
   if (strtod(text, NULL) != value) snprintf(text, sizeof text, "%.17g", value);
   for (char *c = text; *c; c++)
@@ -280,7 +282,10 @@ static enum swathe_status take_flag(const char *name, const char *text, bool *va
 static enum swathe_status take_real(const char *name, const char *text, double *value)
 {
   char *end;
-  const double parsed = strtod(text, &end);
+  const locale_t plain = newlocale(LC_ALL_MASK, "C", (locale_t)0);
+  if (!plain) return sw_fail(SWATHE_NO_MEMORY, "no memory for the C locale");
+  const double parsed = strtod_l(text, &end, plain);
+  freelocale(plain);
   if (end == text || *end || isspace((unsigned char)*text))
     return sw_fail(SWATHE_BAD_PROBLEM, "%s=%s: not a number", name, text);
   *value = parsed;

@@ -174,11 +174,12 @@ def check(options):
     tolerances["out"] = options.tolerance_out
     tolerances["lse"] = options.tolerance_lse or options.tolerance_out
     passed = True
-    for name in OUTPUTS:
-        if name in options.skip or (name == "dsink" and sink is None):
-            continue
-        expected = want[name][0] if flat and name != "dsink" else want[name]
-        passed &= check_one(name, options.outputs / f"{name}.npy", expected, tolerances[name])
+    for outputs in options.outputs:
+        for name in OUTPUTS:
+            if name in options.skip or (name == "dsink" and sink is None):
+                continue
+            expected = want[name][0] if flat and name != "dsink" else want[name]
+            passed &= check_one(name, outputs / f"{name}.npy", expected, tolerances[name])
     return 0 if passed else 1
 
 
@@ -244,9 +245,10 @@ def parse(arguments):
     maker.add_argument("--gain", type=float, default=1, help="factor on q")
     maker.set_defaults(run=make)
 
-    checker = verbs.add_parser("check", help="compare a directory of outputs")
+    checker = verbs.add_parser("check", help="compare directories of outputs")
     checker.add_argument("inputs", type=pathlib.Path)
-    checker.add_argument("outputs", type=pathlib.Path)
+    checker.add_argument("outputs", type=pathlib.Path, nargs="+",
+                         help="one or more directories that should hold the same")
     checker.add_argument("--window-left", type=window, required=True, metavar="N|unlimited")
     checker.add_argument("--window-right", type=window, default=0, metavar="N|unlimited")
     checker.add_argument("--softcap", type=float, default=0)
