@@ -638,7 +638,7 @@ static const char *origin_of(const struct sw_gen_source *source, unsigned long l
 {
   const char *origin = source->origins;
   if (line == 0) return NULL;
-  while (--line && *origin) {
+  for (; line > 1; line--) {
     origin = strchr(origin, '\n');
     if (!origin) return NULL;
     origin++;
@@ -657,7 +657,7 @@ static bool find_place(const char *text, size_t length, size_t *begin, size_t *e
         !strncmp(text + i - 2, ".c", 2) || (i > 2 && !strncmp(text + i - 3, ".cu", 3));
     if (!named || !strchr(":(", text[i])) continue;
     const size_t digits = strspn(text + i + 1, "0123456789");
-    if (digits == 0 || digits > 9 || i + 1 + digits >= length) continue;
+    if (digits == 0 || i + 1 + digits >= length) continue;
     if (text[i + 1 + digits] != (text[i] == ':' ? ':' : ')')) continue;
     *line = strtoul(text + i + 1, NULL, 10);
     *begin = i;
