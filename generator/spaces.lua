@@ -75,10 +75,15 @@ return {
       },
       default = function(c)
         local wide = c.left_limited == 0 or c.right_limited == 0 or
-                     c.window_left + c.window_right >= 256
-        local vectors = 2
-        if wide and c.gqa > 1 and c.registers >= 32 then vectors = 3 end
-        if not wide and c.gqa == 1 and c.lanes == 16 then vectors = 1 end
+                     c.window_left >= 256 or c.window_right >= 256
+        local vectors, keys = 2, 4                   -- 16 registers of four floats
+        if c.lanes == 16 then
+          vectors, keys = wide and c.gqa > 1 and 3 or not wide and c.gqa == 1 and 1 or 2, 8
+        elseif c.lanes == 8 then
+          if wide or c.gqa > 1 then vectors, keys = 3, 4 else vectors, keys = 2, 6 end
+        elseif c.registers >= 32 then
+          vectors, keys = 4, 6
+        end
         local rows = c.lanes * vectors
 
         -- the most useful work per lane: lanes that hold a row, keys of a tile that a row sees
@@ -89,10 +94,9 @@ return {
           local useful = heads * tokens / rows * window / (window + tokens - 1)
           if c.gqa % heads == 0 and tokens > 0 and useful >= best then pack, best = heads, useful end
         end
-        local few = c.registers < 32
         local stream = not wide and c.lanes == 16 and c.bf16 == 0 and c.head_dim_v % 16 == 0
-        return { vectors = vectors, pack = pack, rows_k = few and 6 or 8, rows_d = few and 6 or 8,
-                 block_k = few and 96 or 128, ring_blocks = 64, prefetch = 16,
+        return { vectors = vectors, pack = pack, rows_k = keys, rows_d = keys,
+                 block_k = keys == 8 and 128 or 96, ring_blocks = 64, prefetch = 16,
                  stream = stream and 1 or 0 }
       end,
     },
