@@ -1,5 +1,6 @@
 // layer.h: the private face of the meeting place: context.c (opens the specialists and keeps loaded kernels),
-// choose.c (which config), work.c (plan -> units and runs), layer.c (exchange + launch), tune.c, doctor.c.
+// choose.c (which config), work.c (plan -> units and runs), layer.c (create and shard), exchange.c (what
+// travels), pass.c (forward and backward), doctor.c, and the tuner beside them.
 #ifndef SW_LAYER_H
 #define SW_LAYER_H
 
@@ -123,7 +124,80 @@ enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_probl
                                  int64_t tile_tokens);
 void sw_work_free(struct sw_work *work);
 
-// ---- layer.c -----------------------------------------------------------------------------------
+// ---- layer.c, exchange.c, pass.c -------------------------------------------------------------------
+
+struct sw_buffer {
+  void *data;
+  size_t bytes;
+};
+
+struct swathe_layer {
+  struct swathe_context *context;
+  struct swathe_problem problem;
+  struct swathe_transport *transport;  // NULL: a group of one
+  struct sw_device *device;
+  struct sw_halo_planner *planner;
+  const struct sw_halo_plan *plan;     // NULL until sharded
+  int32_t batch;
+  struct sw_choice choices[2];
+  const struct sw_kernel *kernels[2];  // NULL: not wanted
+  struct sw_work work[2];
+  struct sw_term *terms;               // of the last backward
+  int64_t term_capacity;
+  struct sw_transport_message *messages;
+  int32_t message_capacity;
+  // keys on their way: to others, from others; sums on their way: to owners, from readers
+  struct sw_buffer send, receive, send_sums, receive_sums;
+  struct sw_buffer own_sums, spill_sums, sink_sums;
+  struct swathe_timing timing;
+  int64_t most_items;                  // the tuner's limit on the items of a launch; 0: none
+  int64_t computed_tokens;             // queries (times key heads and batch) of the last call's items
+};
+
+int32_t sw_layer_rank(const struct swathe_layer *layer);
+int32_t sw_layer_ranks(const struct swathe_layer *layer);
+
+// Elements of one token's keys and values, all heads.
+int64_t sw_layer_token_elements(const struct swathe_layer *layer);
+
+// At least `tokens` tokens of keys and values of `elem_bytes` each; contents are not kept.
+enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
+                                    int64_t tokens, size_t elem_bytes);
+
+// Microseconds of the monotonic clock.
+double sw_layer_now_us(void);
+
+// The rank's own rows from `row` on.
+struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t row, size_t elem_bytes);
+
+struct sw_key_views {
+  struct sw_view k, v;
+};
+
+// A packed buffer of `tokens` keys, [batch][tokens][kv_heads][dim] of k and then of v, from `first` on.
+struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
+                                       size_t elem_bytes, int64_t tokens, int64_t first);
+
+// The keys from `slot` on, within the message that carries it; `base` is the whole buffer.
+struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base, size_t elem_bytes,
+                                     const struct sw_halo_message *message, int64_t slot);
+
+// One phase of the exchange while units run.
+struct sw_exchange {
+  struct swathe_transport *transport;  // NULL: nothing to move
+  bool done;
+  enum swathe_status status;
+};
+
+// Puts the keys that others need into the send buffer, posts them, and receives the halo.
+enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
+                                         const struct swathe_tensors *tensors, void *halo,
+                                         struct sw_exchange *exchange);
+// Posts the sums of the halo's keys to their owners, and receives those of the own keys.
+enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange);
+// For a launch's idle calls: `arg` is the exchange.
+void sw_exchange_progress(void *arg);
+enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exchange *exchange);
 
 // As swathe_layer_create, with configs given for some directions (NULL: choose) and `directions` a mask of
 // 1 << direction: the others get no kernel.

@@ -1,0 +1,435 @@
+// pass.c: forward and backward of one rank: exchange + launch.
+//
+//   forward    post the halo's keys -> interior units (the exchange progresses) -> wait -> edge units
+//   backward   halo's keys as above unless the caller kept them -> edge units -> their gradients home ->
+//              interior units -> wait -> add everything in a fixed order (gather)
+//
+// Nothing of a forward is remembered: it may be replayed, and layers may interleave.
+#include "layer.h"
+
+#include <assert.h>
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+// Rows that one item of gather adds up: their sums stay in the first-level cache for common heads.
+enum { GATHER_ROWS = 32 };
+
+// ---- Tensors ---------------------------------------------------------------------------------------
+
+static enum swathe_status check_tensor(const struct swathe_layer *layer, const char *name,
+                                       const struct swathe_tensor *tensor, int32_t heads, int32_t dim,
+                                       bool written)
+{
+  const int64_t rows = layer->plan->rows;
+  if (rows == 0) return SWATHE_OK;
+  if (!tensor->data)
+    return sw_fail(SWATHE_BAD_TENSOR, "%s has no data, but this rank has %" PRId64 " rows", name, rows);
+  if (!written) return SWATHE_OK;
+  if ((rows > 1 && tensor->token_stride == 0) || (layer->batch > 1 && tensor->batch_stride == 0) ||
+      (heads > 1 && llabs(tensor->head_stride) < dim))
+    return sw_fail(SWATHE_BAD_TENSOR,
+                   "%s is written, but its strides (token %" PRId64 ", head %" PRId64 ", batch %" PRId64
+                   ") make elements fall together",
+                   name, tensor->token_stride, tensor->head_stride, tensor->batch_stride);
+  return SWATHE_OK;
+}
+
+static enum swathe_status check_tensors(const struct swathe_layer *layer,
+                                        const struct swathe_tensors *tensors, bool backward)
+{
+  const struct swathe_problem *p = &layer->problem;
+  const struct {
+    const char *name;
+    const struct swathe_tensor *tensor;
+    int32_t heads, dim;
+    bool written, backward;
+  } rows[] = {
+    { "q", &tensors->q, p->q_heads, p->head_dim_qk, false, false },
+    { "k", &tensors->k, p->kv_heads, p->head_dim_qk, false, false },
+    { "v", &tensors->v, p->kv_heads, p->head_dim_v, false, false },
+    { "out", &tensors->out, p->q_heads, p->head_dim_v, !backward, false },
+    { "lse", &tensors->lse, p->q_heads, 1, !backward, false },
+    { "dout", &tensors->dout, p->q_heads, p->head_dim_v, false, true },
+    { "dq", &tensors->dq, p->q_heads, p->head_dim_qk, true, true },
+    { "dk", &tensors->dk, p->kv_heads, p->head_dim_qk, true, true },
+    { "dv", &tensors->dv, p->kv_heads, p->head_dim_v, true, true },
+  };
+  enum swathe_status status = SWATHE_OK;
+
+  for (size_t i = 0; i < sizeof rows / sizeof *rows && !status; i++)
+    if (backward || !rows[i].backward)
+      status = check_tensor(layer, rows[i].name, rows[i].tensor, rows[i].heads, rows[i].dim,
+                            rows[i].written);
+  if (!status && p->sinks && (!tensors->sink || (backward && !tensors->dsink)))
+    status = sw_fail(SWATHE_BAD_TENSOR, "the problem has sinks, but %s is NULL",
+                     tensors->sink ? "dsink" : "sink");
+  if (!status && !p->sinks && tensors->sink)
+    status = sw_fail(SWATHE_BAD_TENSOR, "sink is given, but the problem has no sinks");
+  return status;
+}
+
+static enum swathe_status check_call(const struct swathe_layer *layer, enum swathe_direction direction,
+                                     const struct swathe_tensors *tensors, const void *stream)
+{
+  if (!layer->plan)
+    return sw_fail(SWATHE_BAD_USE, "the layer has no sharding: call swathe_layer_shard first");
+  if (!layer->kernels[direction])
+    return sw_fail(SWATHE_BAD_USE, "the layer was made without its %s kernel",
+                   sw_context_kernel_name(direction));
+  if (stream) return sw_fail(SWATHE_BAD_USE, "the cpu target takes no stream");
+  return check_tensors(layer, tensors, direction == SWATHE_BACKWARD);
+}
+
+// Rows of a [batch][rows][heads][dim] tensor that no span covers.
+static void zero_gaps(const struct swathe_layer *layer, const struct swathe_tensor *tensor, int32_t heads,
+                      size_t dim_bytes, size_t elem_bytes)
+{
+  for (int64_t g = 0; g < layer->plan->gap_count; g++)
+    for (int32_t b = 0; b < layer->batch; b++)
+      for (int64_t row = 0; row < layer->plan->gaps[g].rows; row++)
+        for (int32_t h = 0; h < heads; h++)
+          {
+          const int64_t first = (layer->plan->gaps[g].row + row) * tensor->token_stride +
+                                b * tensor->batch_stride + h * tensor->head_stride;
+          memset((char *)tensor->data + first * (int64_t)elem_bytes, 0, dim_bytes);
+        }
+}
+
+static void mark_gaps(const struct swathe_layer *layer, const struct swathe_tensor *lse)
+{
+  for (int64_t g = 0; g < layer->plan->gap_count; g++)
+    for (int32_t b = 0; b < layer->batch; b++)
+      for (int64_t row = 0; row < layer->plan->gaps[g].rows; row++)
+        for (int32_t h = 0; h < layer->problem.q_heads; h++)
+          ((float *)lse->data)[(layer->plan->gaps[g].row + row) * lse->token_stride +
+                               b * lse->batch_stride + h * lse->head_stride] = -INFINITY;
+}
+
+// ---- Launch --------------------------------------------------------------------------------------
+
+// Points every run at its keys, and in backward at the place of its sums.
+static void point_runs(struct swathe_layer *layer, enum swathe_direction direction,
+                       const struct swathe_tensors *tensors, void *halo)
+{
+  struct sw_work *work = &layer->work[direction];
+  const size_t elem = sw_problem_elem_bytes(&layer->problem);
+
+  for (int64_t i = 0; i < work->run_count; i++) {
+    const struct sw_run_source *source = &work->sources[i];
+    struct sw_run *run = &work->runs[i];
+    if (source->place == SW_OWN) {
+      run->k = sw_exchange_tensor(&tensors->k, source->index, elem);
+      run->v = sw_exchange_tensor(&tensors->v, source->index, elem);
+    } else {
+      const struct sw_key_views keys = sw_exchange_wire(
+          layer, halo, elem, &layer->plan->receive_messages[source->message], source->index);
+      run->k = keys.k;
+      run->v = keys.v;
+    }
+    if (direction == SWATHE_FORWARD) continue;
+    const struct sw_key_views sums =
+        source->spill >= 0
+            ? sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens, source->spill)
+            : sw_exchange_packed(layer, layer->own_sums.data, sizeof(float), layer->plan->rows, source->index);
+    run->dk = sums.k;
+    run->dv = sums.v;
+  }
+}
+
+static struct sw_attention_args attention_args(const struct swathe_layer *layer,
+                                               enum swathe_direction direction,
+                                               const struct swathe_tensors *tensors)
+{
+  const struct sw_work *work = &layer->work[direction];
+  const size_t elem = sw_problem_elem_bytes(&layer->problem);
+  struct sw_attention_args args = {
+    .units = work->units,
+    .runs = work->runs,
+    .batch = layer->batch,
+    .kv_heads = layer->problem.kv_heads,
+    .max_keys = work->max_keys,
+    .scale = (float)sw_problem_scale(&layer->problem),
+    .softcap = (float)layer->problem.softcap,
+    .sink = tensors->sink,
+    .q = sw_exchange_tensor(&tensors->q, 0, elem),
+    .out = sw_exchange_tensor(&tensors->out, 0, elem),
+    .lse = sw_exchange_tensor(&tensors->lse, 0, sizeof(float)),
+  };
+  if (direction == SWATHE_BACKWARD) {
+    args.dout = sw_exchange_tensor(&tensors->dout, 0, elem);
+    args.dq = sw_exchange_tensor(&tensors->dq, 0, elem);
+    args.dsink = layer->sink_sums.data;
+  }
+  return args;
+}
+
+// The range of items the device hands to a kernel begins at 0; this shifts it to the launch's first.
+struct shifted {
+  sw_attention_kernel *kernel;
+  const struct sw_attention_args *args;
+  int64_t first;
+};
+
+static void run_shifted(const void *arg, int64_t begin, int64_t end, void *workspace)
+{
+  const struct shifted *shifted = arg;
+  shifted->kernel(shifted->args, shifted->first + begin, shifted->first + end, workspace);
+}
+
+static enum swathe_status launch_units(struct swathe_layer *layer, enum swathe_direction direction,
+                                       const struct sw_attention_args *args, int64_t begin, int64_t end,
+                                       struct sw_exchange *exchange)
+{
+  const struct sw_kernel *kernel = layer->kernels[direction];
+  const int64_t per_unit = (int64_t)layer->batch * layer->problem.kv_heads;
+  const int64_t all = (end - begin) * per_unit;
+  const int64_t items = layer->most_items && all > layer->most_items ? layer->most_items : all;
+  const struct shifted shifted = { kernel->attention, args, begin * per_unit };
+  const struct sw_device_launch launch = {
+    .kernel = run_shifted,
+    .args = &shifted,
+    .items = items,
+    .grain = 1,
+    .workspace_bytes = (size_t)kernel->workspace(args->max_keys),
+    .idle = exchange ? sw_exchange_progress : NULL,
+    .idle_arg = exchange,
+  };
+  for (int64_t i = 0; i < items; i++)
+    layer->computed_tokens += layer->work[direction].units[begin + i / per_unit].tokens;
+  return launch.items ? sw_device_launch(layer->device, &launch) : SWATHE_OK;
+}
+
+void sw_layer_limit(struct swathe_layer *layer, int64_t items)
+{
+  layer->most_items = items;
+}
+
+int64_t sw_layer_computed(const struct swathe_layer *layer)
+{
+  return layer->computed_tokens;
+}
+
+enum swathe_status swathe_layer_forward(struct swathe_layer *layer, const struct swathe_tensors *tensors,
+                                        void *stream)
+{
+  const double begin = sw_layer_now_us();
+  const struct sw_work *work = &layer->work[SWATHE_FORWARD];
+  struct sw_exchange exchange;
+  enum swathe_status status = check_call(layer, SWATHE_FORWARD, tensors, stream);
+
+  if (status) return status;
+  layer->timing = (struct swathe_timing){ .total_us = 0 };
+  layer->computed_tokens = 0;
+  void *halo = tensors->halo ? tensors->halo : layer->receive.data;
+  point_runs(layer, SWATHE_FORWARD, tensors, halo);
+  const struct sw_attention_args args = attention_args(layer, SWATHE_FORWARD, tensors);
+  zero_gaps(layer, &tensors->out, layer->problem.q_heads,
+            (size_t)layer->problem.head_dim_v * sw_problem_elem_bytes(&layer->problem),
+            sw_problem_elem_bytes(&layer->problem));
+  mark_gaps(layer, &tensors->lse);
+
+  status = sw_exchange_post_keys(layer, tensors, halo, &exchange);
+  if (!status)
+    status = launch_units(layer, SWATHE_FORWARD, &args, work->edge_units, work->unit_count, &exchange);
+  if (!status) status = sw_exchange_finish(layer, &exchange);
+  if (!status) status = launch_units(layer, SWATHE_FORWARD, &args, 0, work->edge_units, NULL);
+  layer->timing.total_us = sw_layer_now_us() - begin;
+  return status ? sw_within(status, "in forward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
+}
+
+// ---- Backward ------------------------------------------------------------------------------------
+
+// Adds the sums of spilled halo keys, in list order, into the messages that take them home.
+static void add_spills_to_wire(struct swathe_layer *layer)
+{
+  const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
+  const struct swathe_problem *p = &layer->problem;
+  const size_t bytes = (size_t)layer->plan->receive_tokens * (size_t)layer->batch *
+                       (size_t)sw_layer_token_elements(layer) * sizeof(float);
+
+  if (bytes) memset(layer->send_sums.data, 0, bytes);
+  for (int64_t i = 0; i < work->spill_count; i++) {
+    const struct sw_spill *spill = &work->spills[i];
+    if (spill->place != SW_WIRE) continue;
+    const struct sw_key_views from =
+        sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens, spill->spill);
+    const struct sw_key_views to =
+        sw_exchange_wire(layer, layer->send_sums.data, sizeof(float),
+                  &layer->plan->receive_messages[spill->message], spill->index);
+    for (int32_t b = 0; b < layer->batch; b++) {
+      float *out = (float *)to.k.data + b * to.k.batch;
+      const float *in = (const float *)from.k.data + b * from.k.batch;
+      for (int64_t j = 0; j < spill->tokens * p->kv_heads * p->head_dim_qk; j++) out[j] += in[j];
+      out = (float *)to.v.data + b * to.v.batch;
+      in = (const float *)from.v.data + b * from.v.batch;
+      for (int64_t j = 0; j < spill->tokens * p->kv_heads * p->head_dim_v; j++) out[j] += in[j];
+    }
+  }
+}
+
+static void add_term(struct swathe_layer *layer, int64_t *count, int64_t row, int64_t tokens,
+                     struct sw_key_views sums)
+{
+  assert(*count < layer->term_capacity);
+  layer->terms[(*count)++] =
+      (struct sw_term){ .row = row, .tokens = tokens, .dk = sums.k, .dv = sums.v };
+}
+
+// The sums of every row, in the order they are added: its own unit's, then those of neighbouring units and
+// spans of this rank, then those of other ranks by ascending rank.
+static int64_t list_terms(struct swathe_layer *layer)
+{
+  const struct sw_halo_plan *plan = layer->plan;
+  const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
+  int64_t count = 0;
+
+  add_term(layer, &count, 0, plan->rows,
+           sw_exchange_packed(layer, layer->own_sums.data, sizeof(float), plan->rows, 0));
+  for (int64_t i = 0; i < work->spill_count; i++)
+    if (work->spills[i].place == SW_OWN)
+      add_term(layer, &count, work->spills[i].index, work->spills[i].tokens,
+               sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens,
+                       work->spills[i].spill));
+  for (int64_t m = 0; m < plan->send_message_count; m++) {
+    const struct sw_halo_message *message = &plan->send_messages[m];
+    for (int64_t i = message->segment_begin; i < message->segment_end; i++)
+      add_term(layer, &count, plan->sends[i].row, plan->sends[i].tokens,
+               sw_exchange_wire(layer, layer->receive_sums.data, sizeof(float), message, plan->sends[i].slot));
+  }
+  return count;
+}
+
+static enum swathe_status reserve_backward(struct swathe_layer *layer)
+{
+  const struct sw_halo_plan *plan = layer->plan;
+  const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
+  const int64_t terms = 1 + work->spill_count + plan->send_count;
+  const size_t sink_bytes = (size_t)work->unit_count * (size_t)layer->batch *
+                            (size_t)layer->problem.q_heads * sizeof(float);
+  enum swathe_status status = sw_layer_reserve(layer, &layer->own_sums, plan->rows, sizeof(float));
+
+  if (!status) status = sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
+  if (!status) status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, sizeof(float));
+  if (!status) status = sw_layer_reserve(layer, &layer->receive_sums, plan->send_tokens, sizeof(float));
+  if (!status && layer->problem.sinks && sink_bytes > layer->sink_sums.bytes) {
+    if (layer->sink_sums.data) sw_device_free(layer->device, layer->sink_sums.data);
+    layer->sink_sums = (struct sw_buffer){ .data = sw_device_allocate(layer->device, sink_bytes) };
+    if (!layer->sink_sums.data) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for dsink", sink_bytes);
+    layer->sink_sums.bytes = sink_bytes;
+  }
+  if (!status && terms > layer->term_capacity) {
+    free(layer->terms);
+    layer->terms = calloc((size_t)terms, sizeof *layer->terms);
+    layer->term_capacity = layer->terms ? terms : 0;
+    if (!layer->terms) status = sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " sums", terms);
+  }
+  return status;
+}
+
+static void zero_own_gaps(struct swathe_layer *layer)
+{
+  const struct sw_key_views own =
+      sw_exchange_packed(layer, layer->own_sums.data, sizeof(float), layer->plan->rows, 0);
+  const struct swathe_tensor k = { own.k.data, own.k.token, own.k.head, own.k.batch };
+  const struct swathe_tensor v = { own.v.data, own.v.token, own.v.head, own.v.batch };
+  const struct swathe_problem *p = &layer->problem;
+  zero_gaps(layer, &k, p->kv_heads, (size_t)p->head_dim_qk * sizeof(float), sizeof(float));
+  zero_gaps(layer, &v, p->kv_heads, (size_t)p->head_dim_v * sizeof(float), sizeof(float));
+}
+
+struct gathering {
+  sw_gather_kernel *kernel;
+  const struct sw_gather_args *args;
+};
+
+static void run_gather(const void *arg, int64_t begin, int64_t end, void *workspace)
+{
+  const struct gathering *gathering = arg;
+  gathering->kernel(gathering->args, begin, end, workspace);
+}
+
+static enum swathe_status launch_gather(struct swathe_layer *layer, const struct swathe_tensors *tensors)
+{
+  const size_t elem = sw_problem_elem_bytes(&layer->problem);
+  const struct sw_gather_args args = {
+    .terms = layer->terms,
+    .term_count = list_terms(layer),
+    .rows = layer->plan->rows,
+    .batch = layer->batch,
+    .kv_heads = layer->problem.kv_heads,
+    .block_rows = GATHER_ROWS,
+    .dk = sw_exchange_tensor(&tensors->dk, 0, elem),
+    .dv = sw_exchange_tensor(&tensors->dv, 0, elem),
+  };
+  const struct gathering gathering = { layer->kernels[SWATHE_BACKWARD]->gather, &args };
+  const struct sw_device_launch launch = {
+    .kernel = run_gather,
+    .args = &gathering,
+    .items = args.batch * ((args.rows + GATHER_ROWS - 1) / GATHER_ROWS),
+    .grain = 4,
+  };
+  return launch.items ? sw_device_launch(layer->device, &launch) : SWATHE_OK;
+}
+
+// dsink of this rank: the units' sums, added in double in the order of the units.
+static void add_sinks(const struct swathe_layer *layer, float *dsink)
+{
+  const int64_t rows = layer->work[SWATHE_BACKWARD].unit_count * layer->batch;
+  const int32_t heads = layer->problem.q_heads;
+  const float *sums = layer->sink_sums.data;
+
+  for (int32_t h = 0; h < heads; h++) {
+    double sum = 0;
+    for (int64_t i = 0; i < rows; i++) sum += sums[i * heads + h];
+    dsink[h] = (float)sum;
+  }
+}
+
+// The units, with the exchanges between them.  Half the interior hides the keys' way here if they
+// must be fetched again, the rest hides the sums' way home.
+static enum swathe_status run_backward(struct swathe_layer *layer, const struct swathe_tensors *tensors)
+{
+  const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
+  void *halo = tensors->halo ? tensors->halo : layer->receive.data;
+  int64_t interior = work->edge_units;
+  struct sw_exchange exchange;
+  enum swathe_status status = SWATHE_OK;
+
+  point_runs(layer, SWATHE_BACKWARD, tensors, halo);
+  const struct sw_attention_args args = attention_args(layer, SWATHE_BACKWARD, tensors);
+  if (!tensors->halo) {
+    const int64_t half = interior + (work->unit_count - interior) / 2;
+    status = sw_exchange_post_keys(layer, tensors, halo, &exchange);
+    if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, interior, half, &exchange);
+    if (!status) status = sw_exchange_finish(layer, &exchange);
+    interior = half;
+  }
+  if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, 0, work->edge_units, NULL);
+  if (status) return status;
+  add_spills_to_wire(layer);
+  status = sw_exchange_post_sums(layer, &exchange);
+  if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, interior, work->unit_count, &exchange);
+  return status ? status : sw_exchange_finish(layer, &exchange);
+}
+
+enum swathe_status swathe_layer_backward(struct swathe_layer *layer, const struct swathe_tensors *tensors,
+                                         void *stream)
+{
+  const double begin = sw_layer_now_us();
+  const size_t elem = sw_problem_elem_bytes(&layer->problem);
+  enum swathe_status status = check_call(layer, SWATHE_BACKWARD, tensors, stream);
+
+  if (!status) status = reserve_backward(layer);
+  if (status) return status;
+  layer->timing = (struct swathe_timing){ .total_us = 0 };
+  layer->computed_tokens = 0;
+  zero_gaps(layer, &tensors->dq, layer->problem.q_heads, (size_t)layer->problem.head_dim_qk * elem, elem);
+  zero_own_gaps(layer);
+  status = run_backward(layer, tensors);
+  if (!status) status = launch_gather(layer, tensors);
+  if (!status && layer->problem.sinks) add_sinks(layer, tensors->dsink);
+  layer->timing.total_us = sw_layer_now_us() - begin;
+  return status ? sw_within(status, "in backward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
+}
