@@ -29,6 +29,7 @@ end
 
 -- One line of text as one line of Lua: put(12, "text" .. splice(expr) .. "text")
 local function text_line(line, number, name)
+  if not line:find("$(", 1, true) then return ("put(%d, %q)"):format(number, line) end
   local parts, from = {}, 1
   for start, expression, stop in line:gmatch("()%$(%b())()") do
     parts[#parts + 1] = ("%q"):format(line:sub(from, start - 1))
