@@ -10,6 +10,7 @@
 #include <cmocka.h>
 
 #include <dirent.h>
+#include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -67,8 +68,21 @@ int flock(int file, int operation)
   return (int)syscall(SYS_flock, file, operation);
 }
 
-static char root[64];                          // of everything the tests write
+static char root[64];               // of everything the tests write
 static char cache[128], compiler[128], here[4096];
+
+// No temporary directory anywhere but in the cache.
+static bool refuse_temporary;
+char *mkdtemp(char *name)
+{
+  char *(*real)(char *);
+  void *address = dlsym(RTLD_NEXT, "mkdtemp");
+  memcpy(&real, &address, sizeof real);
+  if (!refuse_temporary || !strncmp(name, cache, strlen(cache))) return real(name);
+  errno = ENOSPC;
+  return NULL;
+}
+
 static const double plenty_s = 120;
 
 static const char *in_root(const char *name)
@@ -932,10 +946,21 @@ static void compiler_is_a_guest(void **state)
   free(fds), free(pwd), free(environment), free(nice_value), free(input);
 }
 
+// Whether the last compilation took place below `directory` (a prefix of its path).
+static bool compiled_in(const char *directory)
+{
+  char *pwd = read_text(in_root("pwd"), NULL);
+  assert_non_null(pwd);
+  const bool below = !strncmp(pwd, directory, strlen(directory));
+  free(pwd);
+  return below;
+}
+
 static void temporary_directory_need_not_be_usable(void **state)
 {
   static const char *const directories[] = { NULL, "", "relative", "/no/such/place" };
   (void)state;
+  make_compiler(compiler, "fake cc 1.0", "pwd >$R/pwd; cat $R/answer.so >$out");
   for (size_t i = 0; i < sizeof directories / sizeof *directories; i++) {
     bool cached = true;
     remove_tree(cache);
@@ -943,7 +968,15 @@ static void temporary_directory_need_not_be_usable(void **state)
     else unsetenv("TMPDIR");
     assert_int_equal(load_once(&cached), SWATHE_OK);
     assert_false(cached);
+    assert_true(compiled_in("/tmp/swathe-"));
+    assert_false(compiled_in(root));  // the cache is the last resort
   }
+  remove_tree(cache);
+  refuse_temporary = true;
+  assert_int_equal(load_once(NULL), SWATHE_OK);
+  refuse_temporary = false;
+  assert_true(compiled_in(in_root("cache/swathe-")));
+  assert_int_equal(entries_with("forward.c"), 0);
 }
 
 static void ignored_child_signals_do_no_harm(void **state)
