@@ -68,6 +68,18 @@ static void print_one(const struct swathe_model *model)
   printf("  the same as --problem %.*s\n", rest ? (int)(rest - text) : (int)strlen(text), text);
 }
 
+// As many whole words of the first source as fit into the table.
+static int source_length(const char *source)
+{
+  enum { MOST_LENGTH = 27 };
+  int length = (int)strcspn(source, ";");
+  while (length > MOST_LENGTH) {
+    do length--;
+    while (length > 0 && source[length] != ' ');
+  }
+  return length;
+}
+
 static void add_row(struct cli_table *table, const struct swathe_model *model)
 {
   const struct swathe_problem *p = &model->problem;
@@ -83,7 +95,7 @@ static void add_row(struct cli_table *table, const struct swathe_model *model)
   else cli_report_cell(table, "-");
   cli_report_cell(table, "%s/%s", count_text(model->swa_layers).text,
                   count_text(model->layers).text);
-  cli_report_cell(table, "%.*s", (int)strcspn(model->source, " ;"), model->source);
+  cli_report_cell(table, "%.*s", source_length(model->source), model->source);
 }
 
 static void visit(void *arg, const struct swathe_model *model)
@@ -100,7 +112,7 @@ static void visit(void *arg, const struct swathe_model *model)
 static enum cli_exit list(const struct cli_args *args, struct cli_given *given)
 {
   static const char *const titles[] = { "model", "heads",   "dim",        "window", "dtype",
-                                        "sinks", "softcap", "SWA layers", "source" };
+                                        "sinks", "cap", "layers", "source" };
   struct listing listing = {
     .wanted = args->operands ? args->operand[0] : NULL,
     .json = args->value[CLI_JSON],
@@ -130,9 +142,8 @@ static enum cli_exit list(const struct cli_args *args, struct cli_given *given)
   if (!listing.wanted) {
     cli_report_table(&listing.table);
     printf("\nheads: query/key; dim: query and key/value where they differ; window: keys a query "
-           "sees, "
-           "its own\nincluded; '?': not known.  'swathe models NAME' shows one with its note and "
-           "the files of its source.\n");
+           "sees, its own\nincluded; cap: softcap; layers: with this window/all; '?': not known.  "
+           "'swathe models NAME' shows\none whole, with its note and sources.\n");
   }
   return CLI_OK;
 }

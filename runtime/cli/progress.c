@@ -80,7 +80,9 @@ static void draw_bar(struct cli_progress *progress, const struct swathe_progress
 void cli_progress_show(void *arg, const struct swathe_progress *now)
 {
   struct cli_progress *progress = arg;
-  const bool turned = now->direction != progress->direction;
+  // A clock that went back belongs to another direction or call.
+  const bool turned =
+      now->direction != progress->direction || now->elapsed_s < progress->drawn_s;
   const bool improved = now->best_us > 0 && (turned || progress->best_us <= 0 ||
                                              now->best_us < progress->best_us);
   const double since_s = now->elapsed_s - progress->drawn_s;
@@ -90,7 +92,7 @@ void cli_progress_show(void *arg, const struct swathe_progress *now)
     if (since_s < redraw_s && !improved && !turned) return;
     draw_bar(progress, now);
   } else {
-    if (since_s < line_s && !improved) return;
+    if (since_s < line_s && !improved && !turned) return;
     describe(now, text, sizeof text);
     fprintf(progress->file, "%s%s%s\n", text, improved && now->best ? ": " : "",
             improved && now->best ? now->best : "");
