@@ -51,8 +51,8 @@ int fsync(int file)
   return (int)syscall(SYS_fsync, file);
 }
 
-// Between the opening of a lock file and its lock, somebody else removes it, makes a new one and locks
-// that; `stolen` holds the new one.
+// Between the opening of a lock file and its lock, somebody else removes it, makes a new one and
+// locks that; `stolen` holds the new one.
 static bool steal_lock;
 static int stolen = -1;
 int flock(int file, int operation)
