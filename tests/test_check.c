@@ -292,6 +292,25 @@ static void bf16_rounds_to_even(void **state)
   assert_true(isnan(cli_arrays_from_bf16(cli_arrays_to_bf16(NAN))));
 }
 
+// The reference sees the inputs as the kernels do; sinks and outputs stay as they are.
+static void bf16_inputs_are_rounded_on_entry(void **state)
+{
+  (void)state;
+  static const enum cli_array rounded[] = { CLI_ARRAY_Q, CLI_ARRAY_K, CLI_ARRAY_V, CLI_ARRAY_DOUT };
+  struct scene scene;
+  make_scene(&scene, 1, SWATHE_CONTIGUOUS, 1, 10, 5);
+  scene.given.problem.dtype = SWATHE_BF16;
+  for (int i = 0; i < CLI_ARRAY_DOUT + 1; i++) scene.arrays.data[i][1] = 1.001f;
+  for (int i = CLI_ARRAY_OUT; i < CLI_ARRAY_COUNT; i++) {
+    free(scene.arrays.data[i]);
+    scene.arrays.data[i] = NULL;
+  }
+  assert_int_equal(cli_arrays_prepare(&scene.given.problem, &scene.arrays), CLI_OK);
+  for (int i = 0; i < 4; i++) assert_true(scene.arrays.data[rounded[i]][1] == 1.0f);
+  assert_true(scene.arrays.data[CLI_ARRAY_SINK][1] == 1.001f);
+  cli_arrays_free(&scene.arrays);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -301,6 +320,7 @@ int main(void)
     cmocka_unit_test(samples_are_large_enough),
     cmocka_unit_test(wide_windows_use_the_runs_own_lse),
     cmocka_unit_test(bf16_rounds_to_even),
+    cmocka_unit_test(bf16_inputs_are_rounded_on_entry),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

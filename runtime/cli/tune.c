@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
                                                [SWATHE_BACKWARD] = "backward" };
@@ -14,16 +15,18 @@ static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
 // Set by the signal handler, read by the library between candidates.
 static volatile int stop;
 
+// The second signal is often the first one again, passed on by whoever started this; the third
+// means it.
 static void on_signal(int signal_number)
 {
   (void)signal_number;
-  stop = 1;
+  stop = stop + 1;
+  if (stop > 2) _exit(CLI_FAILED);
 }
 
-// A second signal ends the process at once.
 static void catch_signals(void)
 {
-  struct sigaction action = { .sa_handler = on_signal, .sa_flags = (int)SA_RESETHAND };
+  struct sigaction action = { .sa_handler = on_signal };
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
