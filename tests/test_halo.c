@@ -136,7 +136,7 @@ static void hold_spans(struct table *table)
       if (owners[i] != r) continue;
       while (gaps && chance(20) && table->rows[r] < MOST_TOKENS) hold(table, r, -1);
       if (chance(10) && total < MOST_SPANS - count)
-        table->spans[total++] = (struct swathe_span){ pieces[i].document, 0, 0, table->rows[r], 0 };
+        table->spans[total++] = (struct swathe_span){ below(9), below(99), 0, below(99), 0 };
       struct swathe_span *span = &table->spans[total++];
       *span = pieces[i];
       span->row = table->rows[r];

@@ -306,7 +306,8 @@ static void bad_calls_are_refused(void **state)
   assert_int_equal(post(t, half_good, 2), SWATHE_BAD_USE);
   assert_int_equal(test(t, &done), SWATHE_OK);
   assert_true(done);  // of a refused array nothing is posted
-  assert_int_equal(post_one(t, true, 0, &byte, 1), SWATHE_OK);  // destroy frees what is still posted
+  // destroy frees what is still posted
+  assert_int_equal(post_one(t, true, 0, &byte, 1), SWATHE_OK);
   assert_int_equal(post_one(t, false, 0, &byte, 1), SWATHE_OK);
   swathe_threads_destroy(group);
   assert_int_equal(swathe_threads_create(0, 1, &group), SWATHE_BAD_USE);
