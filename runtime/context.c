@@ -101,13 +101,12 @@ static enum swathe_status choose_isa(struct swathe_context *context, const char 
 static char *database_path(struct swathe_context *context, const char *option)
 {
   const char *path = setting(option, "SWATHE_DB");
-  struct sw_jit_state state;
+  const char *directory = sw_jit_directory(context->jit);
   char *text = NULL;
 
   if (path) return strdup(path);
-  sw_jit_state(context->jit, &state);
-  if (!*state.directory) return strdup("");
-  return asprintf(&text, "%s/tuning.db", state.directory) < 0 ? NULL : text;
+  if (!*directory) return strdup("");
+  return asprintf(&text, "%s/tuning.db", directory) < 0 ? NULL : text;
 }
 
 void sw_context_reopen_database(struct swathe_context *context)

@@ -493,6 +493,9 @@ static void child(struct sw_trial_bench *bench, const char *candidate, const cha
 {
   struct sw_trial_result result = { .verdict = SW_VERDICT_OK };
 
+  // a candidate that crashes must end here, whatever handlers the host program has
+  static const int fatal[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT };
+  for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) signal(fatal[i], SIG_DFL);
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   signal(SIGINT, SIG_IGN);
   bench->context->db = NULL;  // the parent's connection; SQLite forbids using it here

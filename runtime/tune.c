@@ -355,6 +355,7 @@ static enum swathe_status try_batch(struct search *search, struct building *batc
     else if (building->failed) {
       building->candidate->tried = true;
       search->tried++;
+      search->tuned->tried++;
       search->tuned->failed++;
       status = put_sample(search, building->candidate->config, "compile", building->words, NULL, 0);
     } else if (now_s() < search->end_s) {

@@ -25,7 +25,7 @@ static struct sw_gen *real_gen;     // the built-in texts
 
 static const char *source_directory(void)
 {
-  const char *directory = getenv("SWATHE_SOURCE_DIR");
+  const char *directory = getenv("TEST_SOURCE_DIR");
   return directory ? directory : ".";
 }
 

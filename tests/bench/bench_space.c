@@ -1,7 +1,7 @@
 // bench_space.c: how long the walk over a space takes: the 6^12-point space of the generator's
 // fixtures, of which 10 000 points are valid, and the whole space of each real kernel.
 //
-//   SWATHE_SOURCE_DIR=<top of the sources> bench_space
+//   TEST_SOURCE_DIR=<top of the sources> bench_space
 //
 // Prints thread CPU time, best of three, and the process's peak memory.
 #include <inttypes.h>
@@ -53,7 +53,7 @@ static void measure(struct sw_gen *gen, const char *kernel)
 
 int main(void)
 {
-  const char *source = getenv("SWATHE_SOURCE_DIR");
+  const char *source = getenv("TEST_SOURCE_DIR");
   char directory[] = "/tmp/swathe_bench_XXXXXX", command[2048];
   struct sw_gen *fixtures, *real;
 

@@ -1,0 +1,300 @@
+// test_tune.c: the tuner against candidates that are wrong, crash, hang or do not compile; stopping,
+// resuming, and being killed at any moment.
+//
+// The candidates come from the real generator with one more knob, `sabotage`, whose values spoil the forward
+// kernel in one way each.  Every other knob keeps its default, so that a search is short.
+#include <pthread.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+#include "swathe.h"
+
+enum { WRONG = 1, CRASH, HANG, NO_COMPILE, SKIPS_TAIL, SLOW, WAYS };
+
+static char root[] = "/tmp/swathe-test-tune-XXXXXX";
+static char generator[64];
+
+static void write_file(const char *name, const char *mode, const char *text)
+{
+  char path[128];
+  snprintf(path, sizeof path, "%s/%s", generator, name);
+  FILE *file = fopen(path, mode);
+  assert_non_null(file);
+  assert_true(fputs(text, file) >= 0);
+  assert_int_equal(fclose(file), 0);
+}
+
+static void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));
+static void shell(const char *format, ...)
+{
+  char command[1024];
+  va_list args;
+  va_start(args, format);
+  vsnprintf(command, sizeof command, format, args);
+  va_end(args);
+  if (system(command)) fail_msg("failed: %s", command);
+}
+
+// Every knob at its default, and the spoiling ones beside it.
+static const char spaces[] =
+    "local spaces = require 'spaces_real'\n"
+    "for _, space in pairs(spaces.cpu) do\n"
+    "  local default, knobs = space.default, {}\n"
+    "  for i, knob in ipairs(space.tune) do knobs[i] = knob[1] end\n"
+    "  table.insert(space.require, { 'only the default', function(c)\n"
+    "    local wanted = default(c)\n"
+    "    for _, name in ipairs(knobs) do if c[name] ~= wanted[name] then return false end end\n"
+    "    return true\n"
+    "  end })\n"
+    "  table.insert(space.tune, { 'sabotage', { 0, 1, 2, 3, 4, 5, 6 }, 'how the kernel is spoilt' })\n"
+    "  space.default = function(c) local d = default(c); d.sabotage = 0; return d end\n"
+    "end\n"
+    "return spaces\n";
+
+static const char spoilt[] =
+    "\n//@ if SABOTAGE ~= 0 then\n"
+    "#undef forward\n"
+    "void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace)\n"
+    "{\n"
+    "  if (SABOTAGE == 2) *(volatile int *)0 = 1;\n"
+    "  while (SABOTAGE == 3) *(volatile char *)workspace = 1;\n"
+    "//@ if SABOTAGE == 4 then\n"
+    "  this does not compile;\n"
+    "//@ end\n"
+    "  if (SABOTAGE == 5 && begin == 0 && end == 1) return;\n"
+    "  for (int i = 0; i < (SABOTAGE == 6 ? 3 : 1); i++) forward_real(args, begin, end, workspace);\n"
+    "  if (SABOTAGE == 1) *(float *)args->lse.data += 1;\n"
+    "}\n"
+    "//@ end\n";
+
+static int set_up(void **state)
+{
+  const char *source = getenv("TEST_SOURCE_DIR");
+  (void)state;
+  if (!source || !mkdtemp(root)) return -1;
+  snprintf(generator, sizeof generator, "%s/gen", root);
+  shell("mkdir %s && cp -r %s/generator %s/templates %s", generator, source, source, generator);
+  shell("mv %s/generator/spaces.lua %s/generator/spaces_real.lua", generator, generator);
+  write_file("generator/spaces.lua", "w", spaces);
+  shell("cd %s/templates/cpu && { printf '//@ if SABOTAGE ~= 0 then\\n#define forward forward_real\\n//@ end\\n'"
+        "; cat forward.c; } > spoilt && mv spoilt forward.c",
+        generator);
+  write_file("templates/cpu/forward.c", "a", spoilt);
+  return 0;
+}
+
+static int tear_down(void **state)
+{
+  (void)state;
+  shell("rm -rf %s", root);
+  return 0;
+}
+
+static struct swathe_context *open_context(const char *database)
+{
+  char cache[64], path[96];
+  struct swathe_context *context = NULL;
+  snprintf(cache, sizeof cache, "%s/cache", root);
+  snprintf(path, sizeof path, "%s/%s", root, database);
+  const struct swathe_options options = { .database = path, .cache = cache, .threads = 1,
+                                          .generator = generator };
+  if (swathe_open(&options, &context)) fail_msg("%s", swathe_error());
+  return context;
+}
+
+static struct swathe_problem small_problem(void)
+{
+  struct swathe_problem problem;
+  swathe_problem_init(&problem);
+  assert_int_equal(swathe_problem_parse("q_heads=2,kv_heads=1,head_dim_qk=16,head_dim_v=16,"
+                                        "window_left=15,tokens_per_rank=256,ranks=2,sinks=1",
+                                        &problem),
+                   SWATHE_OK);
+  return problem;
+}
+
+// ---- Verdicts ------------------------------------------------------------------------------------
+
+struct verdicts {
+  char of[WAYS][16], words[WAYS][256];
+  int64_t samples;
+};
+
+static void note_verdict(void *arg, const struct swathe_sample *sample)
+{
+  struct verdicts *verdicts = arg;
+  const char *knob = strstr(sample->config, "sabotage=");
+  assert_non_null(knob);
+  const int way = knob[9] - '0';
+  assert_in_range(way, 0, WAYS - 1);
+  verdicts->samples++;
+  snprintf(verdicts->of[way], sizeof verdicts->of[way], "%s", sample->verdict);
+  snprintf(verdicts->words[way], sizeof verdicts->words[way], "%s", sample->words);
+}
+
+static void spoilt_candidates_never_win(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  const struct swathe_tune_options options = { .budget_s = 300, .forward = true };
+  struct swathe_context *context = open_context("verdicts.db");
+  struct verdicts verdicts = { .samples = 0 };
+  struct swathe_tuned tuned[2];
+  char config[512], why[512];
+  (void)state;
+
+  if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
+  assert_int_equal(swathe_db_show(context, &problem, note_verdict, &verdicts), SWATHE_OK);
+  assert_string_equal(verdicts.of[0], "ok");
+  assert_string_equal(verdicts.of[WRONG], "wrong");
+  assert_non_null(strstr(verdicts.words[WRONG], "lse of token 0"));
+  assert_string_equal(verdicts.of[CRASH], "crash");
+  assert_non_null(strstr(verdicts.words[CRASH], "signal 11"));
+  assert_string_equal(verdicts.of[HANG], "timeout");
+  assert_string_equal(verdicts.of[NO_COMPILE], "compile");
+  assert_non_null(strstr(verdicts.words[NO_COMPILE], "templates/cpu/forward.c:"));
+  assert_string_equal(verdicts.of[SKIPS_TAIL], "wrong");
+  assert_string_equal(verdicts.of[SLOW], "ok");
+  assert_int_equal(tuned[0].rejected, 2);
+  assert_int_equal(tuned[0].failed, 3);
+  assert_non_null(strstr(tuned[0].config, "sabotage=0"));
+  assert_true(tuned[0].default_us > 0);
+
+  // a layer finds it; a second tuning finds it and measures nothing
+  assert_int_equal(swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why),
+                   SWATHE_OK);
+  assert_string_equal(config, tuned[0].config);
+  assert_non_null(strstr(why, "exact pick"));
+  if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
+  assert_true(tuned[0].reused);
+  assert_int_equal(tuned[0].tried, 0);
+  swathe_close(context);
+}
+
+// ---- Stop and resume -----------------------------------------------------------------------------
+
+struct stopper {
+  volatile int stop;
+  int64_t after;
+};
+
+static void stop_after(void *arg, const struct swathe_progress *progress)
+{
+  struct stopper *stopper = arg;
+  if (progress->tried >= stopper->after) stopper->stop = 1;
+}
+
+static void a_stopped_search_resumes(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  struct swathe_context *context = open_context("resume.db");
+  struct stopper stopper = { .after = 3 };
+  struct swathe_tune_options options = { .budget_s = 300, .forward = true, .progress = stop_after,
+                                         .arg = &stopper, .stop = &stopper.stop };
+  struct swathe_tuned tuned[2];
+  struct verdicts verdicts = { .samples = 0 };
+  char config[512], why[512];
+  (void)state;
+
+  assert_int_equal(swathe_tune(context, &problem, &options, tuned), SWATHE_INTERRUPTED);
+  const int64_t tried_first = tuned[0].tried;
+  assert_in_range(tried_first, 3, WAYS - 1);
+  assert_int_equal(swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why),
+                   SWATHE_OK);
+  assert_non_null(strstr(why, "search not finished"));
+
+  options.stop = NULL;
+  options.progress = NULL;
+  if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
+  // the default is timed anew in every session, nothing else is tried twice
+  assert_int_equal(tried_first + tuned[0].tried, WAYS + 1);
+  assert_int_equal(swathe_db_show(context, &problem, note_verdict, &verdicts), SWATHE_OK);
+  for (int way = 0; way < WAYS; way++) assert_true(*verdicts.of[way]);
+  swathe_close(context);
+}
+
+static void a_budget_is_kept(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  struct swathe_context *context = open_context("budget.db");
+  const struct swathe_tune_options options = { .budget_s = 1, .forward = true };
+  struct swathe_tuned tuned[2];
+  (void)state;
+  const time_t begin = time(NULL);
+  if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
+  assert_true(time(NULL) - begin < 120);  // one hanging trial and a compile batch at most, on a slow machine
+  assert_non_null(strstr(tuned[0].config, "sabotage=0"));
+  swathe_close(context);
+}
+
+// ---- Killed at any moment ------------------------------------------------------------------------
+
+static void count_pick(void *arg, const struct swathe_pick *pick)
+{
+  (void)pick;
+  ++*(int64_t *)arg;
+}
+
+// A child tunes one problem after the other, without end.
+static void tune_for_ever(int64_t tokens)
+{
+  struct swathe_context *context = open_context("killed.db");
+  const struct swathe_tune_options options = { .budget_s = 0.5, .forward = true, .again = true };
+  struct swathe_tuned tuned[2];
+  for (;; tokens += 16) {
+    struct swathe_problem problem = small_problem();
+    problem.tokens_per_rank = tokens;
+    if (swathe_tune(context, &problem, &options, tuned)) _exit(1);
+  }
+}
+
+static void killed_tuning_loses_nothing(void **state)
+{
+  int64_t before = 0;
+  const char *times = getenv("TEST_KILLS");
+  const int kills = times ? atoi(times) : 8;
+  (void)state;
+
+  srand(1);
+  for (int i = 0; i < kills; i++) {
+    const pid_t pid = fork();
+    assert_true(pid >= 0);
+    if (pid == 0) {
+      tune_for_ever(64 * (i + 1));
+      _exit(0);
+    }
+    const long us = 50000 + rand() % 1500000;
+    nanosleep(&(struct timespec){ us / 1000000, us % 1000000 * 1000 }, NULL);
+    assert_int_equal(waitpid(pid, NULL, WNOHANG), 0);
+    kill(pid, SIGKILL);
+    assert_int_equal(waitpid(pid, NULL, 0), pid);
+
+    int64_t picks = 0;
+    struct swathe_context *context = open_context("killed.db");
+    if (swathe_db_list(context, count_pick, &picks)) fail_msg("after kill %d: %s", i, swathe_error());
+    assert_true(picks >= before);
+    before = picks;
+    swathe_close(context);
+  }
+  print_message("killed %d times, %lld picks are there\n", kills, (long long)before);
+}
+
+int main(void)
+{
+  const struct CMUnitTest tests[] = {
+    cmocka_unit_test(spoilt_candidates_never_win),
+    cmocka_unit_test(a_stopped_search_resumes),
+    cmocka_unit_test(a_budget_is_kept),
+    cmocka_unit_test(killed_tuning_loses_nothing),
+  };
+  return cmocka_run_group_tests(tests, set_up, tear_down);
+}
