@@ -104,6 +104,14 @@ static void hold_zigzag(struct table *table, int first, int tokens)
   }
 }
 
+// An empty span says nothing, whatever its numbers; `spare` entries stay free for others.
+static int64_t list_empty_span(struct table *table, int64_t total, int spare)
+{
+  if (total >= MOST_SPANS - spare) return total;
+  table->spans[total] = (struct swathe_span){ below(9), below(99), 0, below(99), 0 };
+  return total + 1;
+}
+
 // Cuts every document at random, deals the pieces out, and places them in random order with free
 // rows between them.
 static void hold_spans(struct table *table)
@@ -135,8 +143,7 @@ static void hold_spans(struct table *table)
     for (int i = 0; i < count; i++) {
       if (owners[i] != r) continue;
       while (gaps && chance(20) && table->rows[r] < MOST_TOKENS) hold(table, r, -1);
-      if (chance(10) && total < MOST_SPANS - count)
-        table->spans[total++] = (struct swathe_span){ below(9), below(99), 0, below(99), 0 };
+      if (chance(10)) total = list_empty_span(table, total, count);
       struct swathe_span *span = &table->spans[total++];
       *span = pieces[i];
       span->row = table->rows[r];
@@ -144,6 +151,7 @@ static void hold_spans(struct table *table)
         hold(table, r, table->begin[span->document] + (int)span->position + t);
     }
     if (gaps && chance(30) && table->sharding.rank_rows) hold(table, r, -1);
+    if (chance(20)) total = list_empty_span(table, total, count);
     table->rank_rows[r] = table->rows[r];
   }
   table->rank_spans[table->ranks] = total;
