@@ -269,7 +269,7 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
   t->started = 1;
 }
 
-// out = O / sum and lse, for the rows that exist; a row that saw no key gets 0 and -inf or its sink.
+// out = O / sum and lse of the rows that exist; one that saw no key gets 0 and -inf, or its sink.
 OUTLINE void store_tile(const struct tile *t, const float *out) {
   const struct sw_attention_args *args = t->args;
   float square[LANES * LANES] __attribute__((aligned(4 * LANES)));

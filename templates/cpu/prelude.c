@@ -161,7 +161,7 @@ INLINE float *float_at(const struct sw_view *view, sw_int64 token, sw_int64 head
   return (float *)view->data + token * view->token + head * view->head + batch * view->batch;
 }
 
-// ---- exp2, log, tanh --------------------------------------------------------------------------------
+// ---- exp2, log, tanh ----------------------------------------------------------------------------
 
 // 2^f - 1 for |f| <= 1/2, relative error of 2^f about 2e-7 (minimax, the constant term held at 1).
 INLINE vec exp2_fraction(vec f) {
