@@ -161,12 +161,17 @@ OUTLINE void load_rows(struct workspace *w, const struct tile *t, int panel, int
 
 //@ if SINKS == 1 then
   // A sink's weight in a row is exp(sink - lse) and its value 0: d sink = weight * (0 - delta).
-  for (int i = 0; i < rows; i++) {
+  float powers[LANES] ALIGNED;        // of two; NEVER where there is no sink, whose weight is 0
+  for (int i = 0; i < LANES; i++) {
+    powers[i] = NEVER;
+    if (i >= rows) continue;
     struct place at = place_of(t, panel, m + i);
     float sink = args->sink[at.head], lse = *float_at(&args->lse, at.token, at.head, t->b);
-    if (sink > -__builtin_inff())
-      w->dsink[at.head - t->h * GQA] -= __builtin_expf(sink - lse) * w->delta[row + i];
+    if (sink > -__builtin_inff()) powers[i] = (sink - lse) * LOG2E;
   }
+  vec products = exp2_vec(load(powers)) * load(w->delta + row);
+  for (int i = 0; i < rows; i++)
+    w->dsink[place_of(t, panel, m + i).head - t->h * GQA] -= ((float *)&products)[i];
 //@ end
 }
 
