@@ -144,10 +144,43 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer, const struc
               plan->receive_messages, plan->receive_message_count, elem, exchange);
 }
 
+// Sums travel as fp32, or narrowed where the problem says so; they are added in fp32 either way.
+static bool narrows(const struct swathe_layer *layer)
+{
+  return layer->problem.halo_gradient == SWATHE_BF16;
+}
+
+static size_t sums_of(const struct swathe_layer *layer, int64_t tokens)
+{
+  return (size_t)tokens * (size_t)layer->batch * (size_t)sw_layer_token_elements(layer);
+}
+
 enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange)
 {
   const struct sw_halo_plan *plan = layer->plan;
-  return post(layer, layer->send_sums.data, plan->receive_messages, plan->receive_message_count,
-              layer->receive_sums.data, plan->send_messages, plan->send_message_count, sizeof(float),
-              exchange);
+  void *out = layer->send_sums.data, *in = layer->receive_sums.data;
+  size_t elem = sizeof(float);
+
+  if (narrows(layer)) {
+    const float *sums = out;
+    uint16_t *narrow = layer->send_narrow.data;
+    for (size_t i = 0; i < sums_of(layer, plan->receive_tokens); i++)
+      narrow[i] = sw_problem_to_bf16(sums[i]);
+    out = narrow;
+    in = layer->receive_narrow.data;
+    elem = sizeof *narrow;
+  }
+  return post(layer, out, plan->receive_messages, plan->receive_message_count, in,
+              plan->send_messages, plan->send_message_count, elem, exchange);
+}
+
+enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer, struct sw_exchange *exchange)
+{
+  const enum swathe_status status = sw_exchange_finish(layer, exchange);
+  if (status || !narrows(layer)) return status;
+  float *sums = layer->receive_sums.data;
+  const uint16_t *narrow = layer->receive_narrow.data;
+  for (size_t i = 0; i < sums_of(layer, layer->plan->send_tokens); i++)
+    sums[i] = sw_problem_from_bf16(narrow[i]);
+  return SWATHE_OK;
 }

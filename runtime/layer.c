@@ -166,7 +166,8 @@ void swathe_layer_destroy(struct swathe_layer *layer)
   if (!layer) return;
   struct sw_buffer *const buffers[] = { &layer->send,         &layer->receive,  &layer->send_sums,
                                      &layer->receive_sums, &layer->own_sums, &layer->spill_sums,
-                                     &layer->sink_sums };
+                                     &layer->sink_sums,    &layer->send_narrow,
+                                     &layer->receive_narrow };
   for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
     if (buffers[i]->data) sw_device_free(layer->device, buffers[i]->data);
   for (int d = 0; d < 2; d++) sw_work_free(&layer->work[d]);

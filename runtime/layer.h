@@ -147,7 +147,7 @@ struct swathe_layer {
   struct sw_transport_message *messages;
   int32_t message_capacity;
   // keys on their way: to others, from others; sums on their way: to owners, from readers
-  struct sw_buffer send, receive, send_sums, receive_sums;
+  struct sw_buffer send, receive, send_sums, receive_sums, send_narrow, receive_narrow;
   struct sw_buffer own_sums, spill_sums, sink_sums;
   struct swathe_timing timing;
   int64_t most_items;                  // the tuner's limit on the items of a launch; 0: none
@@ -198,6 +198,8 @@ enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_e
 // For a launch's idle calls: `arg` is the exchange.
 void sw_exchange_progress(void *arg);
 enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exchange *exchange);
+enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer,
+                                           struct sw_exchange *exchange);
 
 // As swathe_layer_create, with configs given for some directions (NULL: choose) and `directions` a mask of
 // 1 << direction: the others get no kernel.

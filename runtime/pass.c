@@ -313,6 +313,11 @@ static enum swathe_status reserve_backward(struct swathe_layer *layer)
   if (!status) status = sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
   if (!status) status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, sizeof(float));
   if (!status) status = sw_layer_reserve(layer, &layer->receive_sums, plan->send_tokens, sizeof(float));
+  if (!status && layer->problem.halo_gradient == SWATHE_BF16) {
+    status = sw_layer_reserve(layer, &layer->send_narrow, plan->receive_tokens, sizeof(uint16_t));
+    if (!status)
+      status = sw_layer_reserve(layer, &layer->receive_narrow, plan->send_tokens, sizeof(uint16_t));
+  }
   if (!status && layer->problem.sinks && sink_bytes > layer->sink_sums.bytes) {
     if (layer->sink_sums.data) sw_device_free(layer->device, layer->sink_sums.data);
     layer->sink_sums = (struct sw_buffer){ .data = sw_device_allocate(layer->device, sink_bytes) };
@@ -411,7 +416,7 @@ static enum swathe_status run_backward(struct swathe_layer *layer, const struct 
   add_spills_to_wire(layer);
   status = sw_exchange_post_sums(layer, &exchange);
   if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, interior, work->unit_count, &exchange);
-  return status ? status : sw_exchange_finish(layer, &exchange);
+  return status ? status : sw_exchange_finish_sums(layer, &exchange);
 }
 
 enum swathe_status swathe_layer_backward(struct swathe_layer *layer, const struct swathe_tensors *tensors,

@@ -112,6 +112,22 @@ double sw_problem_scale(const struct swathe_problem *problem)
   return problem->scale != 0 ? problem->scale : 1 / sqrt(problem->head_dim_qk);
 }
 
+uint16_t sw_problem_to_bf16(float value)
+{
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof bits);
+  if (value != value) return (uint16_t)(bits >> 16 | 0x40);
+  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float sw_problem_from_bf16(uint16_t half)
+{
+  const uint32_t bits = (uint32_t)half << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 static enum swathe_status check_heads(const struct swathe_problem *p)
 {
   enum { MOST_HEADS = 1 << 20, MOST_HEAD_DIM = 256 };
@@ -151,6 +167,9 @@ enum swathe_status swathe_problem_check(const struct swathe_problem *p)
   if (status) return status;
   if ((unsigned)p->dtype >= (unsigned)COUNT(dtype_names))
     return sw_fail(SWATHE_BAD_PROBLEM, "dtype %d is not one of enum swathe_dtype", (int)p->dtype);
+  if ((unsigned)p->halo_gradient >= (unsigned)COUNT(dtype_names))
+    return sw_fail(SWATHE_BAD_PROBLEM, "halo_gradient %d is not one of enum swathe_dtype",
+                   (int)p->halo_gradient);
   if ((unsigned)p->target >= (unsigned)COUNT(target_names))
     return sw_fail(SWATHE_BAD_PROBLEM, "target %d is not one of enum swathe_target", (int)p->target);
   if ((unsigned)p->layout >= (unsigned)COUNT(layout_names))
@@ -182,6 +201,7 @@ enum swathe_status swathe_problem_check(const struct swathe_problem *p)
   X(sinks, flag)             \
   X(softcap, real)           \
   X(scale, real)             \
+  X(halo_gradient, dtype)    \
   X(target, target)          \
   X(layout, layout)          \
   X(ranks, integer32)        \

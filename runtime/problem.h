@@ -13,6 +13,10 @@ int64_t sw_problem_token_bytes(const struct swathe_problem *problem);
 // The factor on q.k: problem->scale, or 1/sqrt(head_dim_qk).
 double sw_problem_scale(const struct swathe_problem *problem);
 
+// bfloat16, the upper half of a float: round to nearest even; NaN stays NaN.
+uint16_t sw_problem_to_bf16(float value);
+float sw_problem_from_bf16(uint16_t bits);
+
 // Longest canonical key plus its final zero.
 enum { SW_PROBLEM_TEXT = 512 };
 

@@ -92,6 +92,7 @@ struct swathe_problem {
   bool sinks;                        // a learnable logit per query head joins each row's softmax
   double softcap;                    // > 0: scores become softcap * tanh(score / softcap); 0: off
   double scale;                      // multiplies q.k; 0 means 1/sqrt(head_dim_qk)
+  enum swathe_dtype halo_gradient;   // in which the sums of the halo's dk and dv travel home
   enum swathe_target target;
   enum swathe_layout layout;         // the next three only guide tuning; a layer may be re-sharded
   int32_t ranks;                     // context-parallel group size, >= 1
@@ -343,6 +344,7 @@ struct swathe_tune_options {
   bool forward, backward;       // which; both false means both
   bool exhaustive;              // also what `prefer` rules think unlikely to win
   bool again;                   // measure even what the database already has
+  double trial_s;               // a candidate is killed after this, beside what the default takes; 0: 20
   void (*progress)(void *arg, const struct swathe_progress *progress);  // or NULL
   void *arg;
   const volatile int *stop;     // or NULL; nonzero ends the tuning and keeps what is done

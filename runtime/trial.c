@@ -20,8 +20,8 @@
 // thread): long enough to time, short enough to repeat.
 static const double launch_flops = 4e9;
 
-// A trial is killed after this long, plus many times what the default takes.
-static const double least_deadline_s = 20;
+// A trial is killed after this long (if the caller says nothing), plus many times what the default takes.
+static const double default_trial_s = 20;
 
 // A key window up to this is checked at its far edge too; beyond it the reference would take too long.
 enum { MOST_CHECKED_WINDOW = 4096 };
@@ -51,7 +51,7 @@ struct sw_trial_bench {
   struct answers answers;
   struct swathe_transport alone;
   int64_t share_tokens;              // query tokens times key heads of the whole share
-  double default_us;
+  double default_us, trial_s;
 };
 
 // ---- A transport that moves nothing --------------------------------------------------------------
@@ -101,25 +101,9 @@ static float next_random(uint64_t *state)
   return ((float)bits / 8388608.0f - 1.0f) * 1.7320508f;
 }
 
-// Round to nearest even, as the kernels do.
-static uint16_t to_bf16(float value)
-{
-  uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-static float from_bf16(uint16_t value)
-{
-  const uint32_t bits = (uint32_t)value << 16;
-  float result;
-  memcpy(&result, &bits, sizeof result);
-  return result;
-}
-
 static double element(const struct swathe_problem *problem, const void *data, int64_t index)
 {
-  return problem->dtype == SWATHE_BF16 ? (double)from_bf16(((const uint16_t *)data)[index])
+  return problem->dtype == SWATHE_BF16 ? (double)sw_problem_from_bf16(((const uint16_t *)data)[index])
                                        : (double)((const float *)data)[index];
 }
 
@@ -130,7 +114,7 @@ static void *make(const struct swathe_problem *problem, int64_t elements, uint64
   if (!data || !seed) return data;
   for (int64_t i = 0; i < elements; i++) {
     const float value = next_random(&seed);
-    if (problem->dtype == SWATHE_BF16) ((uint16_t *)data)[i] = to_bf16(value);
+    if (problem->dtype == SWATHE_BF16) ((uint16_t *)data)[i] = sw_problem_to_bf16(value);
     else ((float *)data)[i] = value;
   }
   return data;
@@ -556,7 +540,8 @@ enum swathe_status sw_trial_run(struct sw_trial_bench *bench, const char *candid
                                 struct sw_trial_result *result)
 {
   int ends[2];
-  const double deadline_s = least_deadline_s + 200 * bench->default_us * 1e-6;
+  const double least_s = bench->trial_s > 0 ? bench->trial_s : default_trial_s;
+  const double deadline_s = least_s + 200 * bench->default_us * 1e-6;
 
   memset(result, 0, sizeof *result);
   if (most_runs > SW_TRIAL_RUNS) most_runs = SW_TRIAL_RUNS;
@@ -631,7 +616,7 @@ static enum swathe_status run_forward(struct sw_trial_bench *bench, bool small)
 
 enum swathe_status sw_trial_prepare(struct swathe_context *context, const struct swathe_problem *problem,
                                     enum swathe_direction direction, const char *default_config,
-                                    struct sw_trial_bench **bench_out)
+                                    double trial_s, struct sw_trial_bench **bench_out)
 {
   struct sw_trial_bench *bench = calloc(1, sizeof *bench);
   const struct swathe_problem small = small_problem(problem);
@@ -642,6 +627,7 @@ enum swathe_status sw_trial_prepare(struct swathe_context *context, const struct
   bench->context = context;
   bench->problem = *problem;
   bench->direction = direction;
+  bench->trial_s = trial_s;
   bench->alone = (struct swathe_transport){
     .operations = &alone_operations, .name = "alone", .rank = problem->ranks / 2, .ranks = problem->ranks
   };

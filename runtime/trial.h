@@ -18,11 +18,12 @@ struct sw_trial_result {
 };
 
 // What every trial of one problem and direction shares: inputs of a small problem with the answers of the
-// reference, and inputs of one rank's share to be timed on.  Forked trials read it.
+// reference, and inputs of one rank's share to be timed on.  Forked trials read it.  `trial_s`: as
+// swathe_tune_options has it.
 struct sw_trial_bench;
 enum swathe_status sw_trial_prepare(struct swathe_context *context, const struct swathe_problem *problem,
                                     enum swathe_direction direction, const char *default_config,
-                                    struct sw_trial_bench **bench);
+                                    double trial_s, struct sw_trial_bench **bench);
 void sw_trial_free(struct sw_trial_bench *bench);
 
 // Checks the candidate against the reference, then times it in turn with the incumbent.  Stops early when

@@ -445,7 +445,7 @@ static enum swathe_status tune_direction(struct search *search)
   search->best_ratio = 1;
   show_progress(search, "");
   status = sw_trial_prepare(search->context, search->problem, search->direction,
-                            search->candidates[0].config, &search->bench);
+                            search->candidates[0].config, search->options->trial_s, &search->bench);
   if (!status) status = try_default(search);
   if (!status && !search->options->again) {
     const struct sw_db_row row = row_of(search, search->best);

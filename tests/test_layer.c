@@ -74,14 +74,15 @@ static void expect_right(const struct swathe_problem *problem, const struct swat
     fail_msg("%s\n  %s, %d ranks, %lld tokens, batch %d\n  %s", words, swathe_layout_name(sharding->layout),
              sharding->ranks, (long long)sharding->tokens, sharding->batch, text);
 
-  // forward moves the halo once; backward its gradients in fp32, and the halo again if it was not kept
+  // forward moves the halo once; backward its gradients, and the halo again if it was not kept
   struct swathe_traffic traffic[64];
   assert_int_equal(swathe_plan(problem, sharding, NULL, NULL, traffic), SWATHE_OK);
   for (int32_t r = 0; r < sharding->ranks; r++) {
     const int64_t dims = problem->kv_heads * (problem->head_dim_qk + problem->head_dim_v);
     const int64_t elem = problem->dtype == SWATHE_BF16 ? 2 : 4;
     const int64_t halo = traffic[r].halo_tokens * sharding->batch * dims * elem;
-    const int64_t home = traffic[r].send_tokens * sharding->batch * dims * 4;
+    const int64_t home = traffic[r].send_tokens * sharding->batch * dims *
+                         (problem->halo_gradient == SWATHE_BF16 ? 2 : 4);
     assert_int_equal(traffic[r].receive_bytes, halo);
     assert_int_equal(moved[r], halo * (keep_halo ? 1 : 2) + home);
   }
@@ -128,6 +129,7 @@ static void shapes_of_real_models(void **state)
 {
   static const struct shape shapes[] = {
     { "q_heads=64,kv_heads=8,window_left=127,sinks=1,dtype=bf16", SWATHE_ZIGZAG, 4, 1, 700, 1 },
+    { "q_heads=8,kv_heads=2,window_left=127,dtype=bf16,halo_gradient=bf16", SWATHE_ZIGZAG, 4, 1, 700, 1 },
     { "q_heads=16,kv_heads=2,head_dim_qk=192,head_dim_v=128,window_left=127,sinks=1,dtype=bf16",
       SWATHE_CONTIGUOUS, 3, 1, 500, 1 },
     { "q_heads=4,kv_heads=1,head_dim_qk=256,head_dim_v=256,window_left=511", SWATHE_ZIGZAG, 2, 1, 900, 1 },

@@ -32,6 +32,7 @@ static void assert_same(const struct swathe_problem *a, const struct swathe_prob
   assert_int_equal(a->sinks, b->sinks);
   assert_true(a->softcap == b->softcap);
   assert_true(a->scale == b->scale);
+  assert_int_equal(a->halo_gradient, b->halo_gradient);
   assert_int_equal(a->target, b->target);
   assert_int_equal(a->layout, b->layout);
   assert_int_equal(a->ranks, b->ranks);
@@ -50,7 +51,7 @@ static void init_is_what_the_header_says(void **state)
   swathe_problem_format(&problem, text, sizeof text);
   assert_string_equal(text, "q_heads=1,kv_heads=1,head_dim_qk=64,head_dim_v=64,"
                             "window_left=unlimited,window_right=0,dtype=f32,sinks=0,softcap=0,"
-                            "scale=0,target=cpu,layout=contiguous,ranks=1,tokens_per_rank=4096");
+                            "scale=0,halo_gradient=f32,target=cpu,layout=contiguous,ranks=1,tokens_per_rank=4096");
 }
 
 // Each field by itself, and the text it must give.
@@ -72,7 +73,9 @@ static void every_field_is_read_and_written(void **state)
     ROW("softcap=50", softcap = 50),
     ROW("softcap=0.1", softcap = 0.1),
     ROW("scale=-0.7", scale = -0.7),
+    ROW("scale=0", scale = -0.0),
     ROW("scale=0.33333333333333331", scale = 1.0 / 3),
+    ROW("halo_gradient=bf16", halo_gradient = SWATHE_BF16),
     ROW("target=cuda", target = SWATHE_CUDA),
     ROW("layout=zigzag-doc", layout = SWATHE_ZIGZAG_DOCUMENT),
     ROW("ranks=65536", ranks = 65536),
@@ -108,6 +111,7 @@ static void every_field_is_read_and_written(void **state)
     CHECK_FIELD(sinks);
     CHECK_FIELD(softcap);
     CHECK_FIELD(scale);
+    CHECK_FIELD(halo_gradient);
     CHECK_FIELD(target);
     CHECK_FIELD(layout);
     CHECK_FIELD(ranks);
@@ -155,6 +159,7 @@ static struct swathe_problem pick_problem(uint64_t *state)
   problem.sinks = pick(state, 2) == 1;
   problem.softcap = pick_real(state);
   problem.scale = pick_real(state) * (pick(state, 2) ? 1 : -1);
+  problem.halo_gradient = (enum swathe_dtype)pick(state, 2);
   problem.target = (enum swathe_target)pick(state, 2);
   problem.layout = (enum swathe_layout)pick(state, 4);
   problem.ranks = 1 + (int32_t)pick(state, 65536);
@@ -263,6 +268,7 @@ struct refusal {
 
 #define FIELD_NAMES                                                                          \
   "q_heads kv_heads head_dim_qk head_dim_v window_left window_right dtype sinks softcap scale " \
+  "halo_gradient " \
   "target layout ranks tokens_per_rank"
 
 static const struct refusal refusals[] = {

@@ -145,7 +145,7 @@ static void note_verdict(void *arg, const struct swathe_sample *sample)
 static void spoilt_candidates_never_win(void **state)
 {
   const struct swathe_problem problem = small_problem();
-  const struct swathe_tune_options options = { .budget_s = 300, .forward = true };
+  const struct swathe_tune_options options = { .budget_s = 300, .trial_s = 4, .forward = true };
   struct swathe_context *context = open_context("verdicts.db");
   struct verdicts verdicts = { .samples = 0 };
   struct swathe_tuned tuned[2];
@@ -198,7 +198,7 @@ static void a_stopped_search_resumes(void **state)
   const struct swathe_problem problem = small_problem();
   struct swathe_context *context = open_context("resume.db");
   struct stopper stopper = { .after = 3 };
-  struct swathe_tune_options options = { .budget_s = 300, .forward = true, .progress = stop_after,
+  struct swathe_tune_options options = { .budget_s = 300, .trial_s = 4, .forward = true, .progress = stop_after,
                                          .arg = &stopper, .stop = &stopper.stop };
   struct swathe_tuned tuned[2];
   struct verdicts verdicts = { .samples = 0 };
@@ -226,7 +226,7 @@ static void a_budget_is_kept(void **state)
 {
   const struct swathe_problem problem = small_problem();
   struct swathe_context *context = open_context("budget.db");
-  const struct swathe_tune_options options = { .budget_s = 1, .forward = true };
+  const struct swathe_tune_options options = { .budget_s = 1, .trial_s = 4, .forward = true };
   struct swathe_tuned tuned[2];
   (void)state;
   const time_t begin = time(NULL);
