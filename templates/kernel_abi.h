@@ -43,6 +43,9 @@ struct sw_attention_args {
   struct sw_view lse;                 // float; head stride and token stride as given, no dim
   struct sw_view dout, dq;            // elem; backward
   float         *dsink;               // backward with sinks: [unit][batch][query heads], this unit's sums
+  float         *max_logits;          // forward, NULL or [unit][batch][query heads]: the largest score of
+                                      // the unit's visible pairs, scaled and capped, in natural-log units
+                                      // and without sinks; -inf when there is none
 };
 
 // Second half of backward: adds the partial sums of each key in the order of the terms and writes dk, dv.

@@ -7,6 +7,7 @@
 //   q, out   [batch][token][kv_heads * GQA][HEAD_DIM_QK or HEAD_DIM_V] elem, by strides
 //   lse      [batch][token][kv_heads * GQA] float, natural logarithm
 //   k, v     runs of keys, each with its first position; packed block by block (see prelude.c)
+//   max_logits   NULL, or [unit][batch][kv_heads * GQA] float: each head's largest score
 //
 // For each tile:  Q^T, scaled       [HEAD_DIM_QK][ROWS]
 //   for each block of keys that some row sees:
@@ -78,6 +79,7 @@ struct tile {
   ivec     lane_token[VECTORS];       // each lane's query, counted from the first
   vec      top[VECTORS];              // running maximum of the scores (within SLACK), powers of two
   vec      sum[VECTORS];              // sum of exp2(score - top)
+  vec      most[VECTORS];             // the largest score itself, powers of two; LOWEST: none yet
   int      started;                   // O^T and top hold something
 };
 
@@ -260,6 +262,7 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
     }
   }
 
+  for (int m = 0; m < VECTORS; m++) t->most[m] = larger(t->most[m], block_top[m]);
   if (t->started) raise_top(t, block_top, w->out);
   else for (int m = 0; m < VECTORS; m++) t->top[m] = block_top[m];
   float *p = w->scores + begin * ROWS;
@@ -307,10 +310,26 @@ OUTLINE void store_tile(const struct tile *t, const float *out) {
   }
 }
 
+// The item's largest scores, one for each query head of the key head.
+INLINE float *item_max_logits(const struct tile *t) {
+  const struct sw_attention_args *args = t->args;
+  sw_int64 unit = t->unit - args->units;
+  return args->max_logits + ((unit * args->batch + t->b) * args->kv_heads + t->h) * GQA;
+}
+
+// They grow to the tile's.  (Lanes past the last query repeat it, so all lanes may count.)
+OUTLINE void raise_max_logits(const struct tile *t) {
+  float *max_logits = item_max_logits(t) + (t->head - t->h * GQA);
+  for (int m = 0; m < ROWS; m++) {
+    float most = ((const float *)t->most)[m], *so_far = max_logits + m % PACK;
+    if (most > LOWEST && most * LN2 > *so_far) *so_far = most * LN2;
+  }
+}
+
 static void forward_tile(struct tile *t, struct workspace *w) {
   const struct sw_attention_args *args = t->args;
   for (int m = 0; m < ROWS; m++) ((int *)t->lane_token)[m] = token_of(t, m);
-  for (int v = 0; v < VECTORS; v++) t->top[v] = splat(LOWEST), t->sum[v] = splat(0);
+  for (int v = 0; v < VECTORS; v++) t->top[v] = t->most[v] = splat(LOWEST), t->sum[v] = splat(0);
   t->started = t->asked = 0;
   load_queries(w->q, t, SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E);
 
@@ -328,6 +347,7 @@ static void forward_tile(struct tile *t, struct workspace *w) {
   }
   if (!t->started) __builtin_memset(w->out, 0, sizeof(float) * O_DIMS * ROWS);
   store_tile(t, w->out);
+  if (args->max_logits) raise_max_logits(t);
 }
 
 void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
@@ -339,6 +359,8 @@ void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end,
     t.b = item / args->kv_heads % args->batch;
     t.unit = args->units + item / args->kv_heads / args->batch;
     forget_blocks(w.blocks, w.slots);
+    for (int head = 0; args->max_logits && head < GQA; head++)
+      item_max_logits(&t)[head] = -__builtin_inff();
     for (sw_int64 token = 0; token < t.unit->tokens; token += TILE_TOKENS) {
       sw_int64 left = t.unit->tokens - token;
       t.tokens = (int)(left < TILE_TOKENS ? left : TILE_TOKENS);
