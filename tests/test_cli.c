@@ -166,6 +166,7 @@ static void refuses_bad_use(void **state)
     { "plan --layout spans", "the layout 'spans' needs a list of spans" },
     { "plan --layout spiral", "--layout spiral\n  no layout is called 'spiral'" },
     { "plan --dtype f16", "--dtype f16\n  no dtype is called 'f16'" },
+    { "plan --halo-gradient f64", "--halo-gradient f64\n  no dtype" },
     { "plan --softcap much", "--softcap much: not a finite number" },
     { "plan --softcap -1", "softcap -1" },
     { "plan --scale inf", "--scale inf: not a finite number" },
@@ -276,6 +277,8 @@ static void prints_one_json_document(void **state)
     { "compile --json " TINY, 0, "\"cached\": false" },
     { "compile --json " TINY, 0, "\"cached\": true" },
     { "run --json --check --ranks 3 " TINY, 0, "\"passed\": true" },
+    // 46 halo tokens * 2 heads * (16 + 16) * 4 bytes, and half of that homewards
+    { "run --json --check --halo-gradient bf16 --ranks 3 " TINY, 0, "\"gradient_bytes\": 5888" },
     { "run --json --target cuda " TINY, 1, "\"error\": " },
     { "db list --json", 0, "\"picks\": []" },
     { "db show --json " TINY, 0, "\"samples\": []" },
@@ -496,13 +499,30 @@ static void a_missing_rank_ends_the_run(void **state)
   release(&outcome);
 }
 
-// What was found so far is one document, and the words of the interruption go to stderr.
+// A NaN that comes in goes out, and is no success: exit 1, one document that says so.
+static void a_failed_check_is_a_failure(void **state)
+{
+  (void)state;
+  struct cli_npy q;
+  put_inputs();
+  assert_int_equal(cli_npy_read("q.npy", &q), CLI_OK);
+  q.data[1234] = NAN;
+  assert_int_equal(cli_npy_write("q_nan.npy", &q), CLI_OK);
+  free(q.data);
+  expect("run --q q_nan.npy --k k.npy --v v.npy --check", 1, "TOO LARGE",
+         "differ from the reference");
+  expect_json("run --q q_nan.npy --k k.npy --v v.npy --check --json", 1, "\"passed\": false");
+  expect("run --q q_nan.npy --k k.npy --v v.npy", 0, NULL, NULL);
+}
+
+// A second signal is often the first one, passed on. What was found so far is one document, and the
+// words of the interruption go to stderr.
 static void an_interrupted_tune_says_so(void **state)
 {
   (void)state;
-  struct outcome outcome =
-      run_prefixed("timeout --preserve-status -k 60 -s INT 2",
-                   "tune --json --budget 600 --model gpt-oss-20b --tokens 2048 --ranks 4");
+  struct outcome outcome = run_prefixed(
+      "twice() { \"$@\" & sleep 2; kill -TERM $!; kill -INT $!; wait $!; }; twice",
+      "tune --json --budget 600 --model gpt-oss-20b --tokens 2048 --ranks 4");
   const char *end = skip_json(outcome.out);
   assert_int_equal(outcome.status, 1);
   assert_non_null(strstr(outcome.err, "interrupted; what was measured is kept"));
@@ -525,6 +545,7 @@ int main(void)
     cmocka_unit_test(keeps_the_number_of_axes),
     cmocka_unit_test(refuses_files_that_do_not_fit),
     cmocka_unit_test(a_failing_rank_ends_the_run),
+    cmocka_unit_test(a_failed_check_is_a_failure),
     cmocka_unit_test(a_missing_rank_ends_the_run),
     cmocka_unit_test(an_interrupted_tune_says_so),
   };

@@ -25,7 +25,7 @@ static int remove_directory(void **state)
 {
   (void)state;
   unlink(path);
-  return rmdir(directory);  // fails if a temporary file was left behind
+  return rmdir(directory);
 }
 
 // A file of the given version with this header text, and `floats` floats 0, 1, 2, ... and `extra`
@@ -228,6 +228,9 @@ static void keeps_the_old_file_when_writing_fails(void **state)
   assert_int_equal(mkdir(beyond, 0700), 0);  // a rename onto a directory fails
   assert_int_equal(cli_npy_write(beyond, &array), CLI_FAILED);
   assert_int_equal(rmdir(beyond), 0);
+  assert_int_equal(unlink(path), 0);
+  assert_int_equal(rmdir(directory), 0);  // fails if a temporary file was left behind
+  assert_int_equal(mkdir(directory, 0700), 0);
 }
 
 int main(void)

@@ -23,6 +23,8 @@
   X(DTYPE, "dtype", "f32|bf16", PROBLEM, "of q, k, v, out and their gradients; sums are f32")      \
   X(SOFTCAP, "softcap", "X", PROBLEM, "scores become X * tanh(score / X); 0: off")                 \
   X(SCALE, "scale", "X", PROBLEM, "multiplies q.k; 0: 1/sqrt(head_dim_qk)")                        \
+  X(HALO_GRADIENT, "halo-gradient", "f32|bf16",                                                    \
+    PROBLEM, "in which the sums of the halo's dk and dv travel home; default f32")                 \
   X(TARGET, "target", "cpu|cuda", PROBLEM, "what kernels are made for; default cpu")               \
   X(RANKS, "ranks", "P", SEQUENCE, "context-parallel group size")                                  \
   X(TOKENS, "tokens", "N", SEQUENCE,                                                               \
@@ -82,8 +84,8 @@ enum cli_option { CLI_OPTION_MAP(CLI_OPTION_NAME) CLI_OPTION_COUNT };
 #define CLI_PROBLEM_OPTIONS                                                                  \
   (CLI_BIT(MODEL) | CLI_BIT(PROBLEM) | CLI_BIT(WINDOW) | CLI_BIT(WINDOW_LEFT) |              \
    CLI_BIT(WINDOW_RIGHT) | CLI_BIT(DTYPE) | CLI_BIT(SOFTCAP) | CLI_BIT(SCALE) |              \
-   CLI_BIT(TARGET) | CLI_BIT(RANKS) | CLI_BIT(TOKENS) | CLI_BIT(LAYOUT) |                    \
-   CLI_BIT(DOCUMENTS) | CLI_BIT(BATCH))
+   CLI_BIT(HALO_GRADIENT) | CLI_BIT(TARGET) | CLI_BIT(RANKS) | CLI_BIT(TOKENS) |             \
+   CLI_BIT(LAYOUT) | CLI_BIT(DOCUMENTS) | CLI_BIT(BATCH))
 
 struct cli_args;
 

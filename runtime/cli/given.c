@@ -11,13 +11,13 @@ static const struct rival {
   const char *field;
   enum cli_option option;
 } rivals[] = {
-  { "window_left", CLI_WINDOW },    { "window_left", CLI_WINDOW_LEFT },
-  { "window_right", CLI_WINDOW },   { "window_right", CLI_WINDOW_RIGHT },
-  { "dtype", CLI_DTYPE },           { "softcap", CLI_SOFTCAP },
-  { "scale", CLI_SCALE },           { "target", CLI_TARGET },
-  { "layout", CLI_LAYOUT },         { "ranks", CLI_RANKS },
-  { "tokens_per_rank", CLI_TOKENS }, { "tokens_per_rank", CLI_DOCUMENTS },
-  { "sinks", CLI_SINK },
+  { "window_left", CLI_WINDOW },         { "window_left", CLI_WINDOW_LEFT },
+  { "window_right", CLI_WINDOW },        { "window_right", CLI_WINDOW_RIGHT },
+  { "dtype", CLI_DTYPE },                { "halo_gradient", CLI_HALO_GRADIENT },
+  { "softcap", CLI_SOFTCAP },            { "scale", CLI_SCALE },
+  { "target", CLI_TARGET },              { "layout", CLI_LAYOUT },
+  { "ranks", CLI_RANKS },                { "sinks", CLI_SINK },
+  { "tokens_per_rank", CLI_TOKENS },     { "tokens_per_rank", CLI_DOCUMENTS },
 };
 
 enum { MOST_RANKS = 1 << 16, MOST_BATCH = 1 << 20 };
@@ -153,6 +153,10 @@ static enum cli_exit read_names(const struct cli_args *args, struct swathe_probl
   enum cli_option option = CLI_DTYPE;
 
   if (args->value[CLI_DTYPE]) status = swathe_dtype_parse(args->value[CLI_DTYPE], &problem->dtype);
+  if (!status && args->value[CLI_HALO_GRADIENT]) {
+    option = CLI_HALO_GRADIENT;
+    status = swathe_dtype_parse(args->value[CLI_HALO_GRADIENT], &problem->halo_gradient);
+  }
   if (!status && args->value[CLI_TARGET]) {
     option = CLI_TARGET;
     status = swathe_target_parse(args->value[CLI_TARGET], &problem->target);

@@ -107,7 +107,7 @@ static struct cli_text window_words(int64_t window)
 const char *cli_report_problem_words(const struct swathe_problem *p)
 {
   static _Thread_local char text[512];
-  char dims[48], softcap[48] = "", scale[48] = "";
+  char dims[48], softcap[48] = "", scale[48] = "", home[48] = "";
 
   snprintf(dims, sizeof dims, "dim %" PRId32, p->head_dim_qk);
   if (p->head_dim_qk != p->head_dim_v)
@@ -115,12 +115,14 @@ const char *cli_report_problem_words(const struct swathe_problem *p)
              p->head_dim_v);
   if (p->softcap > 0) snprintf(softcap, sizeof softcap, ", softcap %g", p->softcap);
   if (p->scale != 0) snprintf(scale, sizeof scale, ", scale %g", p->scale);
+  if (p->halo_gradient != SWATHE_F32)
+    snprintf(home, sizeof home, ", gradients home in %s", swathe_dtype_name(p->halo_gradient));
   snprintf(text, sizeof text,
            "%" PRId32 " query and %" PRId32
-           " key heads, %s, window %s before and %s after, %s%s%s%s",
+           " key heads, %s, window %s before and %s after, %s%s%s%s%s",
            p->q_heads, p->kv_heads, dims, window_words(p->window_left).text,
            window_words(p->window_right).text, swathe_dtype_name(p->dtype),
-           p->sinks ? ", sinks" : "", softcap, scale);
+           p->sinks ? ", sinks" : "", softcap, scale, home);
   return text;
 }
 
@@ -137,13 +139,14 @@ static json_t *window_json(int64_t window)
 json_t *cli_report_problem(const struct swathe_problem *p)
 {
   return json_pack(
-      "{s:i, s:i, s:i, s:i, s:o, s:o, s:s, s:b, s:o, s:o, s:s, s:s, s:i, s:I, s:s}", "q_heads",
+      "{s:i, s:i, s:i, s:i, s:o, s:o, s:s, s:b, s:o, s:o, s:s, s:s, s:s, s:i, s:I, s:s}", "q_heads",
       p->q_heads, "kv_heads", p->kv_heads, "head_dim_qk", p->head_dim_qk, "head_dim_v",
       p->head_dim_v, "window_left", window_json(p->window_left), "window_right",
       window_json(p->window_right), "dtype", swathe_dtype_name(p->dtype), "sinks", p->sinks,
-      "softcap", cli_report_real(p->softcap), "scale", cli_report_real(p->scale), "target",
-      swathe_target_name(p->target), "layout", swathe_layout_name(p->layout), "ranks", p->ranks,
-      "tokens_per_rank", (json_int_t)p->tokens_per_rank, "text", cli_report_problem_text(p));
+      "softcap", cli_report_real(p->softcap), "scale", cli_report_real(p->scale), "halo_gradient",
+      swathe_dtype_name(p->halo_gradient), "target", swathe_target_name(p->target), "layout",
+      swathe_layout_name(p->layout), "ranks", p->ranks, "tokens_per_rank",
+      (json_int_t)p->tokens_per_rank, "text", cli_report_problem_text(p));
 }
 
 static bool document_printed;

@@ -15,7 +15,7 @@ struct moved {
   int64_t element_bytes;       // of keys and values
   int64_t halo_tokens;         // all ranks
   int64_t halo_bytes;          // all ranks, forward
-  int64_t gradient_bytes;      // all ranks, backward: sums travel as f32
+  int64_t gradient_bytes;      // all ranks, backward: the sums that go home
   int64_t all_gather_bytes, ring_bytes;
   bool forward_exact, backward_exact;  // every rank counted what the formula says, both ways
 };
@@ -25,11 +25,17 @@ static int64_t token_elements(const struct swathe_problem *problem)
   return (int64_t)problem->kv_heads * (problem->head_dim_qk + problem->head_dim_v);
 }
 
+static int64_t dtype_bytes(enum swathe_dtype dtype)
+{
+  return dtype == SWATHE_BF16 ? 2 : 4;
+}
+
 static struct moved moved_bytes(const struct cli_group *group)
 {
   const struct swathe_problem *problem = &group->given->problem;
   const int64_t elements = token_elements(problem) * group->given->sharding.batch;
-  struct moved moved = { .element_bytes = problem->dtype == SWATHE_BF16 ? 2 : 4,
+  const int64_t sum_bytes = dtype_bytes(problem->halo_gradient);
+  struct moved moved = { .element_bytes = dtype_bytes(problem->dtype),
                          .forward_exact = true,
                          .backward_exact = true };
 
@@ -40,15 +46,15 @@ static struct moved moved_bytes(const struct cli_group *group)
     const struct swathe_timing *forward = &group->forward[r], *backward = &group->backward[r];
     moved.halo_tokens += planned->halo_tokens;
     moved.halo_bytes += received * moved.element_bytes;
-    moved.gradient_bytes += received * (int64_t)sizeof(float);
+    moved.gradient_bytes += received * sum_bytes;
     moved.all_gather_bytes += planned->all_gather_bytes;
     moved.ring_bytes += planned->ring_bytes;
     if (forward->received_bytes != received * moved.element_bytes ||
         forward->sent_bytes != sent * moved.element_bytes)
       moved.forward_exact = false;
     // Homewards: a rank sends for the keys it had received.
-    if (backward->sent_bytes != received * (int64_t)sizeof(float) ||
-        backward->received_bytes != sent * (int64_t)sizeof(float))
+    if (backward->sent_bytes != received * sum_bytes ||
+        backward->received_bytes != sent * sum_bytes)
       moved.backward_exact = false;
   }
   return moved;
@@ -215,8 +221,8 @@ static void print_bytes(const struct cli_group *group)
   printf("  forward    %s\n", moved.forward_exact ? "every rank sent and received exactly that"
                                                   : "THE RANKS COUNTED OTHERWISE");
   if (group->arrays->backward)
-    printf("  backward   %s of gradients (f32 sums) went home; %s\n",
-           cli_report_bytes(moved.gradient_bytes).text,
+    printf("  backward   %s of gradients (%s sums) went home; %s\n",
+           cli_report_bytes(moved.gradient_bytes).text, swathe_dtype_name(p->halo_gradient),
            moved.backward_exact ? "exactly that was counted" : "THE RANKS COUNTED OTHERWISE");
   printf("  all-gather of K and V would receive %s%s\n",
          cli_report_bytes(moved.all_gather_bytes).text,
