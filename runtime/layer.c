@@ -166,7 +166,7 @@ void swathe_layer_destroy(struct swathe_layer *layer)
   if (!layer) return;
   struct sw_buffer *const buffers[] = { &layer->send,         &layer->receive,  &layer->send_sums,
                                      &layer->receive_sums, &layer->own_sums, &layer->spill_sums,
-                                     &layer->sink_sums,    &layer->send_narrow,
+                                     &layer->head_sums,    &layer->send_narrow,
                                      &layer->receive_narrow };
   for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
     if (buffers[i]->data) sw_device_free(layer->device, buffers[i]->data);
@@ -180,17 +180,31 @@ void swathe_layer_destroy(struct swathe_layer *layer)
 
 // ---- Shard ---------------------------------------------------------------------------------------
 
-enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
-                                    int64_t tokens, size_t elem_bytes)
+static enum swathe_status reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
+                                        size_t bytes)
 {
-  const size_t bytes =
-      (size_t)tokens * (size_t)layer->batch * (size_t)sw_layer_token_elements(layer) * elem_bytes;
   if (bytes <= buffer->bytes) return SWATHE_OK;
   if (buffer->data) sw_device_free(layer->device, buffer->data);
   *buffer = (struct sw_buffer){ .data = sw_device_allocate(layer->device, bytes) };
-  if (!buffer->data) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer's buffer", bytes);
+  if (!buffer->data)
+    return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer's buffer", bytes);
   buffer->bytes = bytes;
   return SWATHE_OK;
+}
+
+enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
+                                    int64_t tokens, size_t elem_bytes)
+{
+  return reserve_bytes(layer, buffer,
+                       (size_t)tokens * (size_t)layer->batch *
+                           (size_t)sw_layer_token_elements(layer) * elem_bytes);
+}
+
+enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units)
+{
+  const size_t bytes =
+      (size_t)units * (size_t)layer->batch * (size_t)layer->problem.q_heads * sizeof(float);
+  return reserve_bytes(layer, &layer->head_sums, bytes);
 }
 
 static enum swathe_status reserve_messages(struct swathe_layer *layer)
@@ -203,6 +217,12 @@ static enum swathe_status reserve_messages(struct swathe_layer *layer)
   if (!layer->messages) return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " messages", count);
   layer->message_capacity = (int32_t)count;
   return SWATHE_OK;
+}
+
+void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *transport)
+{
+  layer->transport = transport;
+  layer->plan = NULL;
 }
 
 enum swathe_status swathe_layer_shard(struct swathe_layer *layer, const struct swathe_sharding *sharding)

@@ -148,7 +148,7 @@ struct swathe_layer {
   int32_t message_capacity;
   // keys on their way: to others, from others; sums on their way: to owners, from readers
   struct sw_buffer send, receive, send_sums, receive_sums, send_narrow, receive_narrow;
-  struct sw_buffer own_sums, spill_sums, sink_sums;
+  struct sw_buffer own_sums, spill_sums, head_sums;  // head_sums: [unit][batch][query heads]
   struct swathe_timing timing;
   int64_t most_items;                  // the tuner's limit on the items of a launch; 0: none
   int64_t computed_tokens;             // queries (times key heads and batch) of the last call's items
@@ -163,6 +163,9 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer);
 // At least `tokens` tokens of keys and values of `elem_bytes` each; contents are not kept.
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes);
+
+// Room for a float per unit, batch row and query head.
+enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units);
 
 // Microseconds of the monotonic clock.
 double sw_layer_now_us(void);

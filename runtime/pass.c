@@ -157,10 +157,11 @@ static struct sw_attention_args attention_args(const struct swathe_layer *layer,
     .out = sw_exchange_tensor(&tensors->out, 0, elem),
     .lse = sw_exchange_tensor(&tensors->lse, 0, sizeof(float)),
   };
+  if (direction == SWATHE_FORWARD && tensors->max_logits) args.max_logits = layer->head_sums.data;
   if (direction == SWATHE_BACKWARD) {
     args.dout = sw_exchange_tensor(&tensors->dout, 0, elem);
     args.dq = sw_exchange_tensor(&tensors->dq, 0, elem);
-    args.dsink = layer->sink_sums.data;
+    args.dsink = layer->head_sums.data;
   }
   return args;
 }
@@ -211,6 +212,19 @@ int64_t sw_layer_computed(const struct swathe_layer *layer)
   return layer->computed_tokens;
 }
 
+// The largest of the units' scores for each head; -inf for a rank without rows.
+static void find_max_logits(const struct swathe_layer *layer, float *max_logits)
+{
+  const int64_t rows = layer->work[SWATHE_FORWARD].unit_count * layer->batch;
+  const int32_t heads = layer->problem.q_heads;
+  const float *scores = layer->head_sums.data;
+
+  for (int32_t h = 0; h < heads; h++) {
+    max_logits[h] = -INFINITY;
+    for (int64_t i = 0; i < rows; i++) max_logits[h] = fmaxf(max_logits[h], scores[i * heads + h]);
+  }
+}
+
 enum swathe_status swathe_layer_forward(struct swathe_layer *layer, const struct swathe_tensors *tensors,
                                         void *stream)
 {
@@ -219,6 +233,7 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer, const struct
   struct sw_exchange exchange;
   enum swathe_status status = check_call(layer, SWATHE_FORWARD, tensors, stream);
 
+  if (!status && tensors->max_logits) status = sw_layer_reserve_heads(layer, work->unit_count);
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };
   layer->computed_tokens = 0;
@@ -235,6 +250,7 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer, const struct
     status = launch_units(layer, SWATHE_FORWARD, &args, work->edge_units, work->unit_count, &exchange);
   if (!status) status = sw_exchange_finish(layer, &exchange);
   if (!status) status = launch_units(layer, SWATHE_FORWARD, &args, 0, work->edge_units, NULL);
+  if (!status && tensors->max_logits) find_max_logits(layer, tensors->max_logits);
   layer->timing.total_us = sw_layer_now_us() - begin;
   return status ? sw_within(status, "in forward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
 }
@@ -306,8 +322,6 @@ static enum swathe_status reserve_backward(struct swathe_layer *layer)
   const struct sw_halo_plan *plan = layer->plan;
   const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
   const int64_t terms = 1 + work->spill_count + plan->send_count;
-  const size_t sink_bytes = (size_t)work->unit_count * (size_t)layer->batch *
-                            (size_t)layer->problem.q_heads * sizeof(float);
   enum swathe_status status = sw_layer_reserve(layer, &layer->own_sums, plan->rows, sizeof(float));
 
   if (!status) status = sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
@@ -318,12 +332,7 @@ static enum swathe_status reserve_backward(struct swathe_layer *layer)
     if (!status)
       status = sw_layer_reserve(layer, &layer->receive_narrow, plan->send_tokens, sizeof(uint16_t));
   }
-  if (!status && layer->problem.sinks && sink_bytes > layer->sink_sums.bytes) {
-    if (layer->sink_sums.data) sw_device_free(layer->device, layer->sink_sums.data);
-    layer->sink_sums = (struct sw_buffer){ .data = sw_device_allocate(layer->device, sink_bytes) };
-    if (!layer->sink_sums.data) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for dsink", sink_bytes);
-    layer->sink_sums.bytes = sink_bytes;
-  }
+  if (!status && layer->problem.sinks) status = sw_layer_reserve_heads(layer, work->unit_count);
   if (!status && terms > layer->term_capacity) {
     free(layer->terms);
     layer->terms = calloc((size_t)terms, sizeof *layer->terms);
@@ -383,7 +392,7 @@ static void add_sinks(const struct swathe_layer *layer, float *dsink)
 {
   const int64_t rows = layer->work[SWATHE_BACKWARD].unit_count * layer->batch;
   const int32_t heads = layer->problem.q_heads;
-  const float *sums = layer->sink_sums.data;
+  const float *sums = layer->head_sums.data;
 
   for (int32_t h = 0; h < heads; h++) {
     double sum = 0;

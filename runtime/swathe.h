@@ -243,6 +243,8 @@ struct swathe_tensor {
 struct swathe_tensors {
   struct swathe_tensor q, k, v, out, lse;
   const float *sink;  // [q_heads], natural-log units; only for problems with sinks
+  float *max_logits;  // [q_heads] or NULL: forward's largest score (after scale and softcap, without the
+                      // sink) of this rank's rows, as qk-clip reads; take the largest over the ranks
   struct swathe_tensor dout, dq, dk, dv;
   float *dsink;       // [q_heads]
   void *halo;         // swathe_layer_halo_bytes() of the caller's: forward leaves the halo's keys and values
@@ -257,7 +259,12 @@ SWATHE_API enum swathe_status swathe_layer_create(struct swathe_context *context
                                                   const struct swathe_problem *problem,
                                                   struct swathe_transport *transport,
                                                   struct swathe_layer **layer);
-// This micro-batch's documents and spans.  No communication.  `sharding` is copied.
+// From now on the layer works in another group, as dynamic context parallelism asks; NULL: alone.  No
+// communication: every rank of the new group has a layer of the same problem, made in any group with the
+// same database.  The layer has no sharding until the next swathe_layer_shard.
+SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *transport);
+// This micro-batch's documents and spans.  No communication; nothing is allocated once it has seen the
+// largest.  `sharding` is not kept.
 SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
                                                  const struct swathe_sharding *sharding);
 // `stream`: the CUDA stream to run on; NULL on the CPU, where the call returns when the work is done.

@@ -30,9 +30,8 @@ static int64_t reach_after(int64_t end, int64_t window)
   return window == SWATHE_UNLIMITED || window > INT64_MAX - end ? INT64_MAX : end + window;
 }
 
-static enum swathe_status grow(void **array, int64_t *capacity, int64_t count, size_t size)
+static enum swathe_status grow_array(void **array, int64_t *capacity, int64_t count, size_t size)
 {
-  if (count <= *capacity) return SWATHE_OK;
   const int64_t larger_capacity = larger(2 * *capacity, larger(count, 16));
   void *grown = realloc(*array, (size_t)larger_capacity * size);
   if (!grown)
@@ -40,6 +39,11 @@ static enum swathe_status grow(void **array, int64_t *capacity, int64_t count, s
   *array = grown;
   *capacity = larger_capacity;
   return SWATHE_OK;
+}
+
+static inline enum swathe_status grow(void **array, int64_t *capacity, int64_t count, size_t size)
+{
+  return count <= *capacity ? SWATHE_OK : grow_array(array, capacity, count, size);
 }
 
 // ---- Where to cut --------------------------------------------------------------------------------
@@ -50,12 +54,21 @@ struct cuts {
   int64_t head, tail, middle, pieces, unit;
 };
 
-static bool sees_wire(const struct sw_halo_plan *plan, int64_t span, bool before)
+// Whether keys come by the wire before and after a span.
+struct wire {
+  bool before, after;
+};
+
+static struct wire wire_of(const struct sw_halo_plan *plan, int64_t span)
 {
   const int64_t position = plan->spans[span].position;
-  for (int64_t i = plan->need_begin[span]; i < plan->need_begin[span + 1]; i++)
-    if (plan->needs[i].slot >= 0 && (plan->needs[i].position < position) == before) return true;
-  return false;
+  struct wire wire = { false, false };
+  for (int64_t i = plan->need_begin[span]; i < plan->need_begin[span + 1]; i++) {
+    if (plan->needs[i].slot < 0) continue;
+    if (plan->needs[i].position < position) wire.before = true;
+    else wire.after = true;
+  }
+  return wire;
 }
 
 // Tokens of the span whose window reaches `window` past one of its ends, in whole tiles.
@@ -64,32 +77,30 @@ static int64_t edge_tokens(const struct swathe_span *span, int64_t window, int64
   return window > span->tokens ? span->tokens : smaller(span->tokens, round_up(window, tile));
 }
 
-static struct cuts cut_forward(const struct swathe_problem *problem, const struct sw_halo_plan *plan,
-                               int64_t index, int64_t tile)
+static struct cuts cut_forward(const struct swathe_problem *problem, const struct swathe_span *span,
+                               struct wire wire, int64_t tile)
 {
-  const struct swathe_span *span = &plan->spans[index];
   struct cuts cuts = { .unit = round_up(UNIT_TOKENS, tile) };
 
-  if (sees_wire(plan, index, true)) cuts.head = edge_tokens(span, problem->window_left, tile);
-  if (sees_wire(plan, index, false))
+  if (wire.before) cuts.head = edge_tokens(span, problem->window_left, tile);
+  if (wire.after)
     cuts.tail = smaller(span->tokens - cuts.head, edge_tokens(span, problem->window_right, tile));
   cuts.middle = span->tokens - cuts.head - cuts.tail;
   return cuts;
 }
 
 // Every strip is at least as long as both windows, or is the whole span.
-static struct cuts cut_backward(const struct swathe_problem *problem, const struct sw_halo_plan *plan,
-                                int64_t index, int64_t tile)
+static struct cuts cut_backward(const struct swathe_problem *problem, const struct swathe_span *span,
+                                struct wire wire, int64_t tile)
 {
-  const struct swathe_span *span = &plan->spans[index];
   const int64_t window = larger(problem->window_left, problem->window_right);
   struct cuts whole = { .middle = span->tokens, .unit = span->tokens };
 
   if (window >= span->tokens) return whole;
   const int64_t strip = larger(round_up(window, tile), tile);
   struct cuts cuts = { .unit = larger(round_up(UNIT_TOKENS, tile), strip + tile) };
-  if (sees_wire(plan, index, true)) cuts.head = strip;
-  if (sees_wire(plan, index, false)) cuts.tail = strip;
+  if (wire.before) cuts.head = strip;
+  if (wire.after) cuts.tail = strip;
   cuts.middle = span->tokens - cuts.head - cuts.tail;
   if (cuts.middle < strip) return whole;
   return cuts;
@@ -128,7 +139,8 @@ static enum swathe_status add_run(struct builder *b, enum sw_place place, int64_
         (struct sw_spill){ place, first, tokens, spill, message };
     work->spill_tokens += tokens;
   }
-  work->runs[work->run_count] = (struct sw_run){ .position = from, .tokens = tokens };
+  work->runs[work->run_count].position = from;  // its views are filled in at each call
+  work->runs[work->run_count].tokens = tokens;
   work->sources[work->run_count++] = (struct sw_run_source){ place, first, message, spill };
   return SWATHE_OK;
 }
@@ -226,10 +238,12 @@ enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_probl
   work->unit_count = work->run_count = work->spill_count = work->spill_tokens = work->max_keys = 0;
   for (int interior = 0; interior < 2; interior++) {
     for (int64_t s = 0; s < plan->span_count && !status; s++) {
-      const struct cuts cuts = builder.backward ? cut_backward(problem, plan, s, tile_tokens)
-                                                : cut_forward(problem, plan, s, tile_tokens);
+      const struct wire wire = wire_of(plan, s);
+      const struct cuts cuts =
+          builder.backward ? cut_backward(problem, &plan->spans[s], wire, tile_tokens)
+                           : cut_forward(problem, &plan->spans[s], wire, tile_tokens);
       const bool whole = !cuts.head && !cuts.tail;
-      const bool edge = whole && (sees_wire(plan, s, true) || sees_wire(plan, s, false));
+      const bool edge = whole && (wire.before || wire.after);
       const int64_t middle = cuts.head + cuts.middle;
       if (interior ? !edge : edge)
         status = add_units(&builder, problem, s, cuts.head, middle, cuts.unit, tile_tokens);

@@ -1,5 +1,6 @@
 // test_layer.c: the layer over ranks: every result against the reference, whatever the layout; bytes on the
 // wire; bit-equal results; replay; disagreement and misuse.
+#include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,6 +13,24 @@
 #include <cmocka.h>
 
 #include "group.h"
+
+// Counts allocations; a sanitizer brings an allocator of its own, and then this one stays away.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+#define COUNTS_ALLOCATIONS 1
+static _Thread_local int64_t allocations;
+void *__libc_malloc(size_t bytes);
+void *__libc_realloc(void *memory, size_t bytes);
+void *malloc(size_t bytes)
+{
+  allocations++;
+  return __libc_malloc(bytes);
+}
+void *realloc(void *memory, size_t bytes)
+{
+  allocations++;
+  return __libc_realloc(memory, bytes);
+}
+#endif
 
 static struct swathe_context *context;
 static char cache[] = "/tmp/swathe-test-layer-XXXXXX";
@@ -310,6 +329,181 @@ static void wide_windows_are_causal(void **state)
   free_bits(&first);
 }
 
+// The largest score of each head, from its definition.
+static double largest_score(const struct sequence *sequence, int32_t head)
+{
+  const struct swathe_problem *p = &sequence->problem;
+  const int64_t n = sequence->view.tokens, dim = p->head_dim_qk;
+  const int32_t key_head = head / (p->q_heads / p->kv_heads);
+  double largest = -1e300;
+
+  for (int64_t b = 0; b < sequence->view.batch; b++)
+    for (int64_t i = 0; i < n; i++)
+      for (int64_t j = i > p->window_left ? i - p->window_left : 0; j <= i; j++) {
+        double score = 0;
+        for (int64_t d = 0; d < dim; d++)
+          score += (double)sequence->given[SEQUENCE_Q][((b * n + i) * p->q_heads + head) * dim + d] *
+                   (double)sequence->given[SEQUENCE_K][((b * n + j) * p->kv_heads + key_head) * dim + d];
+        score /= sqrt((double)dim);
+        if (p->softcap > 0) score = p->softcap * tanh(score / p->softcap);
+        if (score > largest) largest = score;
+      }
+  return largest;
+}
+
+static void max_logits_are_the_largest_scores(void **state)
+{
+  static const char *const problems[] = {
+    "q_heads=6,kv_heads=2,head_dim_qk=24,head_dim_v=8,window_left=7,sinks=1",
+    "q_heads=6,kv_heads=2,head_dim_qk=24,head_dim_v=8,window_left=7,softcap=3",
+    "q_heads=6,kv_heads=2,head_dim_qk=24,head_dim_v=8,window_left=7,dtype=bf16",
+  };
+  const struct swathe_sharding sharding = { .ranks = 1, .batch = 2, .tokens = 150 };
+  (void)state;
+
+  for (size_t i = 0; i < 3; i++) {
+    const struct swathe_problem problem = problem_of(problems[i]);
+    struct sequence *sequence = sequence_make(&problem, &sharding, 4, 3);
+    struct swathe_layer *layer = NULL;
+    float largest[6];
+    if (problem.sinks) sequence->sink[0] = 1000;  // a sink is no score
+    struct share *share = share_make(sequence, &sharding, 0, (struct share_form){ .gap = 0 });
+    assert_int_equal(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_OK);
+    assert_int_equal(swathe_layer_shard(layer, &sharding), SWATHE_OK);
+    share->tensors.max_logits = largest;
+    if (swathe_layer_forward(layer, &share->tensors, NULL)) fail_msg("%s", swathe_error());
+    for (int32_t h = 0; h < 6; h++) {
+      const double want = largest_score(sequence, h);
+      if (!(fabs(largest[h] - want) <= 1e-5 * fabs(want)))
+        fail_msg("%s: head %d: %.9g, want %.9g", problems[i], h, (double)largest[h], want);
+    }
+    swathe_layer_destroy(layer);
+    share_free(share);
+    sequence_free(sequence);
+  }
+}
+
+// ---- Dynamic context parallelism -----------------------------------------------------------------
+
+struct dynamic_rank {
+  struct swathe_threads *four, *pair;
+  struct sequence *long_row, *short_row;   // over four ranks; over each pair
+  const struct swathe_sharding *over_four, *over_two;
+  struct share *long_share, *short_share;
+  int32_t rank;
+  enum swathe_status status;
+  char words[1024];
+};
+
+// Four ranks, then two groups of two with other documents, then four again, with one layer each.
+static void *change_groups(void *arg)
+{
+  struct dynamic_rank *self = arg;
+  struct swathe_transport *four = swathe_threads_rank(self->four, self->rank);
+  struct swathe_transport *pair = swathe_threads_rank(self->pair, self->rank % 2);
+  struct swathe_layer *layer = NULL;
+  enum swathe_status status =
+      swathe_layer_create(context, &self->long_row->problem, four, &layer);
+
+  for (int turn = 0; turn < 3 && !status; turn++) {
+    const bool all = turn != 1;
+    struct share *share = all ? self->long_share : self->short_share;
+    share_poison(all ? self->long_row : self->short_row, share);
+    swathe_layer_regroup(layer, all ? four : pair);
+    status = swathe_layer_shard(layer, all ? self->over_four : self->over_two);
+    if (!status) status = swathe_layer_forward(layer, &share->tensors, NULL);
+    if (!status) status = swathe_layer_backward(layer, &share->tensors, NULL);
+  }
+  self->status = status;
+  snprintf(self->words, sizeof self->words, "%s", swathe_error());
+  swathe_layer_destroy(layer);
+  return NULL;
+}
+
+static void groups_and_documents_change(void **state)
+{
+  const struct swathe_problem problem =
+      problem_of("q_heads=4,kv_heads=2,head_dim_qk=16,head_dim_v=16,window_left=9,ranks=4");
+  static const int64_t long_documents[] = { 0, 50, 51, 120 }, short_documents[] = { 0, 33, 60 };
+  const struct swathe_sharding over_four = { .layout = SWATHE_ZIGZAG_DOCUMENT, .ranks = 4, .batch = 1,
+                                             .tokens = 120, .documents = 3,
+                                             .document_starts = long_documents };
+  const struct swathe_sharding over_two = { .layout = SWATHE_CONTIGUOUS, .ranks = 2, .batch = 1,
+                                            .tokens = 60, .documents = 2,
+                                            .document_starts = short_documents };
+  struct swathe_threads *four = NULL, *pairs[2] = { NULL, NULL };
+  struct sequence *long_row = sequence_make(&problem, &over_four, 1, 1), *short_rows[2];
+  struct dynamic_rank ranks[4];
+  pthread_t ids[4];
+  char words[1024];
+  (void)state;
+
+  sequence_solve(long_row);
+  assert_int_equal(swathe_threads_create(4, 20, &four), SWATHE_OK);
+  for (int g = 0; g < 2; g++) {
+    assert_int_equal(swathe_threads_create(2, 20, &pairs[g]), SWATHE_OK);
+    short_rows[g] = sequence_make(&problem, &over_two, 2 + (uint64_t)g, 1);
+    sequence_solve(short_rows[g]);
+  }
+  for (int r = 0; r < 4; r++) {
+    ranks[r] = (struct dynamic_rank){ .four = four, .pair = pairs[r / 2], .long_row = long_row,
+                                      .short_row = short_rows[r / 2], .over_four = &over_four,
+                                      .over_two = &over_two, .rank = r };
+    ranks[r].long_share = share_make(long_row, &over_four, r, (struct share_form){ .gap = 0 });
+    ranks[r].short_share =
+        share_make(short_rows[r / 2], &over_two, r % 2, (struct share_form){ .gap = 1 });
+    pthread_create(&ids[r], NULL, change_groups, &ranks[r]);
+  }
+  for (int r = 0; r < 4; r++) {
+    pthread_join(ids[r], NULL);
+    if (ranks[r].status) fail_msg("rank %d: %s", r, ranks[r].words);
+    share_gather(long_row, ranks[r].long_share, true);
+    share_gather(short_rows[r / 2], ranks[r].short_share, true);
+  }
+  struct sequence *const all[] = { long_row, short_rows[0], short_rows[1] };
+  for (int i = 0; i < 3; i++) {
+    if (!sequence_compare(all[i], true, tolerance_of(&problem, 1), words, sizeof words))
+      fail_msg("row %d: %s", i, words);
+    sequence_free(all[i]);
+  }
+  for (int r = 0; r < 4; r++) share_free(ranks[r].long_share), share_free(ranks[r].short_share);
+  for (int g = 0; g < 2; g++) swathe_threads_destroy(pairs[g]);
+  swathe_threads_destroy(four);
+}
+
+// Every micro-batch brings other documents; once the largest was seen, sharding allocates nothing.
+static void sharding_anew_allocates_nothing(void **state)
+{
+#ifndef COUNTS_ALLOCATIONS
+  (void)state;
+  skip();
+#else
+  const struct swathe_problem problem =
+      problem_of("q_heads=2,kv_heads=1,head_dim_qk=16,head_dim_v=16,window_left=15,ranks=32");
+  struct swathe_layer *layer = NULL;
+  struct swathe_threads *threads = NULL;
+  int64_t starts[65] = { 0 };
+  struct swathe_sharding sharding = { .layout = SWATHE_ZIGZAG_DOCUMENT, .ranks = 32, .batch = 1,
+                                      .documents = 64, .document_starts = starts };
+  (void)state;
+
+  assert_int_equal(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_OK);
+  assert_int_equal(swathe_threads_create(32, 1, &threads), SWATHE_OK);
+  swathe_layer_regroup(layer, swathe_threads_rank(threads, 13));
+  for (int batch = 0; batch < 40; batch++) {
+    for (int d = 0; d < 64; d++)
+      starts[d + 1] = starts[d] + (d * 577 + batch % 20 * 131) % 4096;
+    sharding.tokens = starts[64];
+    const int64_t before = allocations;
+    assert_int_equal(swathe_layer_shard(layer, &sharding), SWATHE_OK);
+    if (batch >= 20) assert_int_equal(allocations - before, 0);
+  }
+  assert_true(allocations > 0);
+  swathe_layer_destroy(layer);
+  swathe_threads_destroy(threads);
+#endif
+}
+
 // ---- Refusals ------------------------------------------------------------------------------------
 
 static void expect_words(enum swathe_status got, enum swathe_status want, const char *words)
@@ -412,6 +606,9 @@ int main(void)
     cmocka_unit_test(error_does_not_grow_with_ranks),
     cmocka_unit_test(layers_interleave),
     cmocka_unit_test(wide_windows_are_causal),
+    cmocka_unit_test(max_logits_are_the_largest_scores),
+    cmocka_unit_test(groups_and_documents_change),
+    cmocka_unit_test(sharding_anew_allocates_nothing),
     cmocka_unit_test(misuse_is_refused_in_words),
     cmocka_unit_test(require_mode_refuses_a_miss),
     cmocka_unit_test(ranks_that_disagree_are_told),
