@@ -13,8 +13,8 @@ static const double near_factor = 4;
 
 int32_t sw_choose_hops(const struct swathe_problem *problem)
 {
-  const int64_t window = problem->window_left > problem->window_right ? problem->window_left
-                                                                      : problem->window_right;
+  const int64_t window =
+      problem->window_left > problem->window_right ? problem->window_left : problem->window_right;
   const int64_t chunks = problem->layout == SWATHE_CONTIGUOUS ? 1 : 2;
   const int64_t share = (problem->tokens_per_rank + chunks - 1) / chunks;
   const int64_t most = problem->ranks * chunks - 1;
@@ -28,11 +28,12 @@ struct ladder {
   const struct swathe_problem *problem;
   const struct sw_gen_request *request;
   struct sw_choice *choice;
-  char passed_over[160];          // why the last better row did not serve
+  char passed_over[160];  // why the last better row did not serve
   bool found;
 };
 
-static void pass_over(struct ladder *ladder, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void pass_over(struct ladder *ladder, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
 static void pass_over(struct ladder *ladder, const char *format, ...)
 {
   va_list args;
@@ -46,7 +47,8 @@ static bool consider(void *arg, const struct sw_db_found *row)
 {
   struct ladder *ladder = arg;
   struct sw_choice *choice = ladder->choice;
-  const double factor = (double)row->problem.tokens_per_rank / (double)ladder->problem->tokens_per_rank;
+  const double factor =
+      (double)row->problem.tokens_per_rank / (double)ladder->problem->tokens_per_rank;
 
   if (!row->exact && fabs(log2(factor)) > log2(near_factor)) {
     pass_over(ladder, "a pick for %lld tokens per rank is beyond the bound of %gx",
@@ -66,8 +68,8 @@ static bool consider(void *arg, const struct sw_db_found *row)
   choice->rung = row->exact ? SW_RUNG_EXACT : SW_RUNG_NEAR;
   ladder->found = true;
   if (row->exact)
-    snprintf(choice->why, sizeof choice->why, "exact pick of %s%s, %.3gx the default's time", row->when,
-             row->complete ? "" : " (search not finished)", row->ratio);
+    snprintf(choice->why, sizeof choice->why, "exact pick of %s%s, %.3gx the default's time",
+             row->when, row->complete ? "" : " (search not finished)", row->ratio);
   else
     snprintf(choice->why, sizeof choice->why,
              "near pick of %s: tuned for %lld tokens per rank, %d ranks, %s, same hops", row->when,
@@ -93,8 +95,8 @@ static enum swathe_status climb(struct ladder *ladder)
 
   sw_context_environment(context, &environment);
   if (context->db) {
-    status = sw_db_find(context->db, ladder->problem, ladder->request->kernel, &environment, consider,
-                        ladder);
+    status = sw_db_find(context->db, ladder->problem, ladder->request->kernel, &environment,
+                        consider, ladder);
     if (status) pass_over(ladder, "%s", swathe_error());
     if (ladder->found) return SWATHE_OK;
   } else if (context->db_failed) {
@@ -111,16 +113,17 @@ static enum swathe_status climb(struct ladder *ladder)
   if (status) return status;
   choice->rung = SW_RUNG_DEFAULT;
   snprintf(choice->why, sizeof choice->why, "default: %s",
-           *ladder->passed_over ? ladder->passed_over : "the database has no pick for this problem");
+           *ladder->passed_over ? ladder->passed_over
+                                : "the database has no pick for this problem");
   return SWATHE_OK;
 }
 
 enum swathe_status sw_choose(struct swathe_context *context, const struct swathe_problem *problem,
                              enum swathe_direction direction, struct sw_choice *choice)
 {
-  const struct sw_gen_request request = {
-    .problem = problem, .kernel = sw_context_kernel_name(direction), .isa = context->isa
-  };
+  const struct sw_gen_request request = { .problem = problem,
+                                          .kernel = sw_context_kernel_name(direction),
+                                          .isa = context->isa };
   struct ladder ladder = {
     .context = context, .problem = problem, .request = &request, .choice = choice
   };

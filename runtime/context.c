@@ -18,10 +18,7 @@ const char *sw_context_kernel_name(enum swathe_direction direction)
 
 // ---- Open and close ------------------------------------------------------------------------------
 
-static char *copy_text(const char *text)
-{
-  return text ? strdup(text) : NULL;
-}
+static char *copy_text(const char *text) { return text ? strdup(text) : NULL; }
 
 static const char *setting(const char *option, const char *variable)
 {
@@ -86,7 +83,8 @@ static enum swathe_status choose_isa(struct swathe_context *context, const char 
   enum swathe_status status = sw_gen_isas(context->gen, SWATHE_CPU, collect_isa, &isas);
   if (status) return status;
 
-  const char *best = wanted ? sw_device_cpu_isa(&wanted, 1) : sw_device_cpu_isa(isas.list, isas.count);
+  const char *best =
+      wanted ? sw_device_cpu_isa(&wanted, 1) : sw_device_cpu_isa(isas.list, isas.count);
   if (!best)
     return sw_fail(SWATHE_UNSUPPORTED, "this processor cannot run isa '%s'",
                    wanted ? wanted : "any that is known");
@@ -114,13 +112,15 @@ void sw_context_reopen_database(struct swathe_context *context)
   pthread_mutex_lock(&context->mutex);
   if (context->db) sw_db_close(context->db);
   context->db = NULL;
-  context->db_failed = *context->database && sw_db_open(context->database, SW_DB_READ, &context->db);
+  context->db_failed =
+      *context->database && sw_db_open(context->database, SW_DB_READ, &context->db);
   if (context->db_failed)
     snprintf(context->db_words, sizeof context->db_words, "%s", swathe_error());
   pthread_mutex_unlock(&context->mutex);
 }
 
-enum swathe_status swathe_open(const struct swathe_options *options, struct swathe_context **context_out)
+enum swathe_status swathe_open(const struct swathe_options *options,
+                               struct swathe_context **context_out)
 {
   static const struct swathe_options defaults;
   struct swathe_context *context = calloc(1, sizeof *context);
@@ -180,12 +180,10 @@ void swathe_close(struct swathe_context *context)
   free(context);
 }
 
-void swathe_free(void *text)
-{
-  free(text);
-}
+void swathe_free(void *text) { free(text); }
 
-void sw_context_environment(const struct swathe_context *context, struct sw_db_environment *environment)
+void sw_context_environment(const struct swathe_context *context,
+                            struct sw_db_environment *environment)
 {
   *environment = (struct sw_db_environment){
     .isa = context->isa,
@@ -208,9 +206,10 @@ static enum swathe_status check_served(const struct swathe_problem *problem)
   return SWATHE_OK;
 }
 
-enum swathe_status sw_context_source(struct swathe_context *context, const struct swathe_problem *problem,
-                                     enum swathe_direction direction, const char *isa, const char *config,
-                                     struct sw_gen_source *source)
+enum swathe_status sw_context_source(struct swathe_context *context,
+                                     const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const char *isa,
+                                     const char *config, struct sw_gen_source *source)
 {
   enum swathe_status status = check_served(problem);
   if (status) return status;
@@ -222,11 +221,12 @@ enum swathe_status sw_context_source(struct swathe_context *context, const struc
   pthread_mutex_lock(&context->mutex);
   status = sw_gen_emit(context->gen, &request, config, source);
   pthread_mutex_unlock(&context->mutex);
-  return status ? sw_within(status, "while emitting %s for %s", request.kernel, request.isa) : SWATHE_OK;
+  return status ? sw_within(status, "while emitting %s for %s", request.kernel, request.isa)
+                : SWATHE_OK;
 }
 
-enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source, enum swathe_status status,
-                                             char *log)
+enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
+                                             enum swathe_status status, char *log)
 {
   if (!log) return status;
   char *mapped = sw_gen_map_log(source, log);
@@ -237,7 +237,8 @@ enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
 }
 
 // `config`, or what a layer would use, in canonical form.
-static enum swathe_status settle_config(struct swathe_context *context, const struct swathe_problem *problem,
+static enum swathe_status settle_config(struct swathe_context *context,
+                                        const struct swathe_problem *problem,
                                         enum swathe_direction direction, const char *isa,
                                         const char *config, char *settled)
 {
@@ -280,15 +281,17 @@ enum swathe_status swathe_emit(struct swathe_context *context, const struct swat
 
 // ---- Kernels -------------------------------------------------------------------------------------
 
-enum swathe_status swathe_compile(struct swathe_context *context, const struct swathe_problem *problem,
-                                  enum swathe_direction direction, const char *isa, const char *config,
-                                  struct swathe_compiled *compiled)
+enum swathe_status swathe_compile(struct swathe_context *context,
+                                  const struct swathe_problem *problem,
+                                  enum swathe_direction direction, const char *isa,
+                                  const char *config, struct swathe_compiled *compiled)
 {
   struct swathe_compiled result = { .cached = false };
   struct sw_gen_source source = { .text = NULL };
   struct sw_jit_report report;
   char *log = NULL;
-  enum swathe_status status = settle_config(context, problem, direction, isa, config, result.config);
+  enum swathe_status status =
+      settle_config(context, problem, direction, isa, config, result.config);
 
   if (!status) status = sw_context_source(context, problem, direction, isa, result.config, &source);
   if (status) return status;
@@ -331,7 +334,8 @@ static enum swathe_status find_symbols(struct sw_kernel *kernel, const char *nam
   return status;
 }
 
-static enum swathe_status load_kernel(struct swathe_context *context, const struct swathe_problem *problem,
+static enum swathe_status load_kernel(struct swathe_context *context,
+                                      const struct swathe_problem *problem,
                                       enum swathe_direction direction, const char *config,
                                       struct sw_kernel *kernel)
 {
@@ -344,7 +348,8 @@ static enum swathe_status load_kernel(struct swathe_context *context, const stru
   const struct sw_jit_request request = {
     .name = name, .source = source.text, .flags = source.flags, .isa = context->isa
   };
-  status = sw_jit_load(context->jit, &request, compile_deadline_s, &kernel->image, &kernel->report, &log);
+  status = sw_jit_load(context->jit, &request, compile_deadline_s, &kernel->image, &kernel->report,
+                       &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
   sw_gen_source_free(&source);
   if (status) return sw_within(status, "while loading %s with %s", name, config);
@@ -388,7 +393,8 @@ static void settle_kernel(struct swathe_context *context, struct sw_kernel *kern
   pthread_cond_broadcast(&context->loaded);
 }
 
-enum swathe_status sw_context_kernel(struct swathe_context *context, const struct swathe_problem *problem,
+enum swathe_status sw_context_kernel(struct swathe_context *context,
+                                     const struct swathe_problem *problem,
                                      enum swathe_direction direction, const char *config,
                                      const struct sw_kernel **kernel_out)
 {
@@ -396,7 +402,8 @@ enum swathe_status sw_context_kernel(struct swathe_context *context, const struc
   bool loading = false;
 
   swathe_problem_format(problem, text, sizeof text);
-  snprintf(key, sizeof key, "%s %s %s %s", sw_context_kernel_name(direction), context->isa, config, text);
+  snprintf(key, sizeof key, "%s %s %s %s", sw_context_kernel_name(direction), context->isa, config,
+           text);
   pthread_mutex_lock(&context->mutex);
   struct sw_kernel *kernel = find_or_add(context, key, &loading);
   if (loading && kernel) {
@@ -425,7 +432,8 @@ void swathe_kernel_counts(struct swathe_context *context, int64_t *compiled, int
 
 // ---- Presets and spaces --------------------------------------------------------------------------
 
-enum swathe_status swathe_models(struct swathe_context *context, swathe_model_visit *visit, void *arg)
+enum swathe_status swathe_models(struct swathe_context *context, swathe_model_visit *visit,
+                                 void *arg)
 {
   pthread_mutex_lock(&context->mutex);
   const enum swathe_status status = sw_gen_models(context->gen, visit, arg);
@@ -469,15 +477,17 @@ enum swathe_status swathe_model_problem(struct swathe_context *context, const ch
   return SWATHE_OK;
 }
 
-enum swathe_status swathe_configs(struct swathe_context *context, const struct swathe_problem *problem,
+enum swathe_status swathe_configs(struct swathe_context *context,
+                                  const struct swathe_problem *problem,
                                   enum swathe_direction direction, bool exhaustive,
-                                  swathe_config_visit *visit, swathe_refused_visit *refused, void *arg)
+                                  swathe_config_visit *visit, swathe_refused_visit *refused,
+                                  void *arg)
 {
   char config[SW_CONFIG_TEXT];
   struct sw_gen_walk *walk = NULL;
-  const struct sw_gen_request request = {
-    .problem = problem, .kernel = sw_context_kernel_name(direction), .isa = context->isa
-  };
+  const struct sw_gen_request request = { .problem = problem,
+                                          .kernel = sw_context_kernel_name(direction),
+                                          .isa = context->isa };
   enum swathe_status status = check_served(problem);
 
   if (status) return status;
@@ -501,11 +511,13 @@ static enum swathe_status need_database(struct swathe_context *context)
 {
   if (context->db_failed) return sw_fail(SWATHE_DATABASE, "%s", context->db_words);
   if (!context->db)
-    return sw_fail(SWATHE_NOT_FOUND, "there is no place for a tuning database: give one, or set SWATHE_DB");
+    return sw_fail(SWATHE_NOT_FOUND,
+                   "there is no place for a tuning database: give one, or set SWATHE_DB");
   return SWATHE_OK;
 }
 
-enum swathe_status swathe_db_list(struct swathe_context *context, swathe_pick_visit *visit, void *arg)
+enum swathe_status swathe_db_list(struct swathe_context *context, swathe_pick_visit *visit,
+                                  void *arg)
 {
   enum swathe_status status = need_database(context);
   if (status) return status;
@@ -515,8 +527,9 @@ enum swathe_status swathe_db_list(struct swathe_context *context, swathe_pick_vi
   return status;
 }
 
-enum swathe_status swathe_db_show(struct swathe_context *context, const struct swathe_problem *problem,
-                                  swathe_sample_visit *visit, void *arg)
+enum swathe_status swathe_db_show(struct swathe_context *context,
+                                  const struct swathe_problem *problem, swathe_sample_visit *visit,
+                                  void *arg)
 {
   enum swathe_status status = need_database(context);
   if (!status) status = swathe_problem_check(problem);
@@ -527,7 +540,8 @@ enum swathe_status swathe_db_show(struct swathe_context *context, const struct s
   return status;
 }
 
-enum swathe_status swathe_db_best(struct swathe_context *context, const struct swathe_problem *problem,
+enum swathe_status swathe_db_best(struct swathe_context *context,
+                                  const struct swathe_problem *problem,
                                   enum swathe_direction direction, char *config, size_t config_size,
                                   char *why, size_t why_size)
 {

@@ -12,7 +12,9 @@ struct report {
 static void find(const struct report *report, const char *what, enum swathe_health health,
                  const char *found, const char *fix)
 {
-  const struct swathe_finding finding = { .what = what, .found = found, .fix = fix, .health = health };
+  const struct swathe_finding finding = {
+    .what = what, .found = found, .fix = fix, .health = health
+  };
   report->visit(report->arg, &finding);
 }
 
@@ -21,8 +23,9 @@ static void look_at_compiler(const struct report *report, const struct sw_jit_st
   char text[512];
 
   if (!*state->compiler) {
-    find(report, "compiler", SWATHE_BROKEN, "none found",
-         "install a C compiler (apt-get install gcc), or set SWATHE_CC; a warm cache works without");
+    find(
+        report, "compiler", SWATHE_BROKEN, "none found",
+        "install a C compiler (apt-get install gcc), or set SWATHE_CC; a warm cache works without");
     return;
   }
   snprintf(text, sizeof text, "%s (%s)", state->compiler, state->compiler_version);
@@ -39,10 +42,11 @@ static void look_at_cache(const struct report *report, const struct sw_jit_state
     return;
   }
   if (!state->writable) {
-    snprintf(text, sizeof text, "%s cannot be written%s%s", state->directory, *state->problem ? ": " : "",
-             state->problem);
-    find(report, "kernel cache", SWATHE_BROKEN, text,
-         "kernels it lacks are compiled by every process; make it writable or set SWATHE_CACHE_DIR");
+    snprintf(text, sizeof text, "%s cannot be written%s%s", state->directory,
+             *state->problem ? ": " : "", state->problem);
+    find(
+        report, "kernel cache", SWATHE_BROKEN, text,
+        "kernels it lacks are compiled by every process; make it writable or set SWATHE_CACHE_DIR");
     return;
   }
   find(report, "kernel cache", SWATHE_HEALTHY, state->directory, "");
@@ -55,7 +59,8 @@ static void look_at_database(const struct report *report, struct swathe_context 
 
   if (context->db_failed) {
     find(report, "tuning database", SWATHE_BROKEN, context->db_words,
-         "move the file aside, or name another with SWATHE_DB; layers use default configs meanwhile");
+         "move the file aside, or name another with SWATHE_DB; layers use default configs "
+         "meanwhile");
     return;
   }
   if (!context->db) {
@@ -75,7 +80,8 @@ static void look_at_database(const struct report *report, struct swathe_context 
   else find(report, "tuning database", SWATHE_ABSENT, text, "tune a problem: swathe tune --help");
 }
 
-enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit, void *arg)
+enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
+                                 void *arg)
 {
   const struct report report = { visit, arg };
   struct sw_jit_state state;

@@ -11,7 +11,8 @@ static void *offset(void *data, int64_t elements, size_t elem_bytes)
   return (char *)data + elements * (int64_t)elem_bytes;
 }
 
-struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t row, size_t elem_bytes)
+struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t row,
+                                  size_t elem_bytes)
 {
   return (struct sw_view){
     .data = offset(tensor->data, row * tensor->token_stride, elem_bytes),
@@ -26,15 +27,17 @@ static struct sw_view block_view(const struct swathe_layer *layer, void *data, s
                                  int64_t tokens, int64_t first, int64_t dim)
 {
   const int64_t token = layer->problem.kv_heads * dim;
-  return (struct sw_view){
-    .data = offset(data, first * token, elem_bytes), .token = token, .head = dim, .batch = tokens * token
-  };
+  return (struct sw_view){ .data = offset(data, first * token, elem_bytes),
+                           .token = token,
+                           .head = dim,
+                           .batch = tokens * token };
 }
 
-struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data, size_t elem_bytes,
-                                int64_t tokens, int64_t first)
+struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
+                                       size_t elem_bytes, int64_t tokens, int64_t first)
 {
-  const int64_t k_elements = layer->batch * tokens * layer->problem.kv_heads * layer->problem.head_dim_qk;
+  const int64_t k_elements =
+      layer->batch * tokens * layer->problem.kv_heads * layer->problem.head_dim_qk;
   return (struct sw_key_views){
     .k = block_view(layer, data, elem_bytes, tokens, first, layer->problem.head_dim_qk),
     .v = block_view(layer, offset(data, k_elements, elem_bytes), elem_bytes, tokens, first,
@@ -48,11 +51,12 @@ static void *message_data(const struct swathe_layer *layer, void *base, size_t e
   return offset(base, message->slot * layer->batch * sw_layer_token_elements(layer), elem_bytes);
 }
 
-struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base, size_t elem_bytes,
-                                  const struct sw_halo_message *message, int64_t slot)
+struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base,
+                                     size_t elem_bytes, const struct sw_halo_message *message,
+                                     int64_t slot)
 {
-  return sw_exchange_packed(layer, message_data(layer, base, elem_bytes, message), elem_bytes, message->tokens,
-                 slot - message->slot);
+  return sw_exchange_packed(layer, message_data(layer, base, elem_bytes, message), elem_bytes,
+                            message->tokens, slot - message->slot);
 }
 
 // ---- Messages --------------------------------------------------------------------------------------
@@ -66,11 +70,13 @@ void sw_exchange_progress(void *arg)
 }
 
 // Posts the messages of both lists: what this rank sends from `out`, what it receives into `in`.
-static enum swathe_status post(struct swathe_layer *layer, void *out, const struct sw_halo_message *sends,
-                               int64_t send_count, void *in, const struct sw_halo_message *receives,
-                               int64_t receive_count, size_t elem_bytes, struct sw_exchange *exchange)
+static enum swathe_status post(struct swathe_layer *layer, void *out,
+                               const struct sw_halo_message *sends, int64_t send_count, void *in,
+                               const struct sw_halo_message *receives, int64_t receive_count,
+                               size_t elem_bytes, struct sw_exchange *exchange)
 {
-  const size_t token_bytes = (size_t)sw_layer_token_elements(layer) * (size_t)layer->batch * elem_bytes;
+  const size_t token_bytes =
+      (size_t)sw_layer_token_elements(layer) * (size_t)layer->batch * elem_bytes;
   int32_t count = 0;
 
   *exchange = (struct sw_exchange){ .transport = NULL };
@@ -97,13 +103,14 @@ enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exch
   if (!exchange->transport || exchange->done) return SWATHE_OK;
   const double begin = sw_layer_now_us();
   const enum swathe_status status =
-      exchange->status ? exchange->status : exchange->transport->operations->wait(exchange->transport);
+      exchange->status ? exchange->status
+                       : exchange->transport->operations->wait(exchange->transport);
   layer->timing.wait_us += sw_layer_now_us() - begin;
   return status;
 }
 
-static void copy_keys(const struct swathe_layer *layer, struct sw_view to, const struct sw_view from,
-                      int64_t tokens, int32_t dim, size_t elem_bytes)
+static void copy_keys(const struct swathe_layer *layer, struct sw_view to,
+                      const struct sw_view from, int64_t tokens, int32_t dim, size_t elem_bytes)
 {
   const int32_t heads = layer->problem.kv_heads;
   const bool together = from.head == dim || heads == 1;
@@ -122,8 +129,9 @@ static void copy_keys(const struct swathe_layer *layer, struct sw_view to, const
     }
 }
 
-enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer, const struct swathe_tensors *tensors,
-                                    void *halo, struct sw_exchange *exchange)
+enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
+                                         const struct swathe_tensors *tensors, void *halo,
+                                         struct sw_exchange *exchange)
 {
   const struct sw_halo_plan *plan = layer->plan;
   const struct swathe_problem *p = &layer->problem;
@@ -133,7 +141,8 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer, const struc
     const struct sw_halo_message *message = &plan->send_messages[m];
     for (int64_t i = message->segment_begin; i < message->segment_end; i++) {
       const struct sw_halo_segment *segment = &plan->sends[i];
-      const struct sw_key_views to = sw_exchange_wire(layer, layer->send.data, elem, message, segment->slot);
+      const struct sw_key_views to =
+          sw_exchange_wire(layer, layer->send.data, elem, message, segment->slot);
       copy_keys(layer, to.k, sw_exchange_tensor(&tensors->k, segment->row, elem), segment->tokens,
                 p->head_dim_qk, elem);
       copy_keys(layer, to.v, sw_exchange_tensor(&tensors->v, segment->row, elem), segment->tokens,

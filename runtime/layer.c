@@ -57,11 +57,12 @@ static enum swathe_status agree(struct swathe_layer *layer)
   status = layer->transport->operations->gather(layer->transport, mine, sizeof *mine, all);
   for (int32_t r = 0; r < ranks && !status; r++) {
     if (strncmp(all[r].version, mine->version, sizeof mine->version))
-      status = sw_fail(SWATHE_DISAGREE, "rank %d runs swathe %.31s, rank %d runs %s", r, all[r].version,
-                       sw_layer_rank(layer), mine->version);
+      status = sw_fail(SWATHE_DISAGREE, "rank %d runs swathe %.31s, rank %d runs %s", r,
+                       all[r].version, sw_layer_rank(layer), mine->version);
     else if (strncmp(all[r].problem, mine->problem, sizeof mine->problem))
-      status = sw_fail(SWATHE_DISAGREE, "rank %d has the problem\n    %.511s\n  but rank %d has\n    %s", r,
-                       all[r].problem, sw_layer_rank(layer), mine->problem);
+      status =
+          sw_fail(SWATHE_DISAGREE, "rank %d has the problem\n    %.511s\n  but rank %d has\n    %s",
+                  r, all[r].problem, sw_layer_rank(layer), mine->problem);
   }
   for (int d = 0; d < 2 && !status && sw_layer_rank(layer) != 0; d++) {
     const struct sw_gen_request request = {
@@ -94,9 +95,9 @@ static void *load_kernel(void *arg)
 {
   struct kernel_load *load = arg;
   struct swathe_layer *layer = load->layer;
-  load->status = sw_context_kernel(layer->context, &layer->problem, load->direction,
-                                   layer->choices[load->direction].config,
-                                   &layer->kernels[load->direction]);
+  load->status =
+      sw_context_kernel(layer->context, &layer->problem, load->direction,
+                        layer->choices[load->direction].config, &layer->kernels[load->direction]);
   if (load->status) snprintf(load->words, sizeof load->words, "%s", swathe_error());
   return NULL;
 }
@@ -119,7 +120,8 @@ static enum swathe_status load_kernels(struct swathe_layer *layer, unsigned dire
   return SWATHE_OK;
 }
 
-enum swathe_status sw_layer_create(struct swathe_context *context, const struct swathe_problem *problem,
+enum swathe_status sw_layer_create(struct swathe_context *context,
+                                   const struct swathe_problem *problem,
                                    struct swathe_transport *transport, const char *const configs[2],
                                    unsigned directions, struct swathe_layer **layer_out)
 {
@@ -155,7 +157,8 @@ enum swathe_status sw_layer_create(struct swathe_context *context, const struct 
 
 enum swathe_status swathe_layer_create(struct swathe_context *context,
                                        const struct swathe_problem *problem,
-                                       struct swathe_transport *transport, struct swathe_layer **layer)
+                                       struct swathe_transport *transport,
+                                       struct swathe_layer **layer)
 {
   static const char *const choose_both[2];
   return sw_layer_create(context, problem, transport, choose_both, 3, layer);
@@ -164,10 +167,11 @@ enum swathe_status swathe_layer_create(struct swathe_context *context,
 void swathe_layer_destroy(struct swathe_layer *layer)
 {
   if (!layer) return;
-  struct sw_buffer *const buffers[] = { &layer->send,         &layer->receive,  &layer->send_sums,
-                                     &layer->receive_sums, &layer->own_sums, &layer->spill_sums,
-                                     &layer->head_sums,    &layer->send_narrow,
-                                     &layer->receive_narrow };
+  struct sw_buffer *const buffers[] = { &layer->send,          &layer->receive,
+                                        &layer->send_sums,     &layer->receive_sums,
+                                        &layer->own_sums,      &layer->spill_sums,
+                                        &layer->head_sums,     &layer->send_narrow,
+                                        &layer->receive_narrow };
   for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
     if (buffers[i]->data) sw_device_free(layer->device, buffers[i]->data);
   for (int d = 0; d < 2; d++) sw_work_free(&layer->work[d]);
@@ -186,8 +190,7 @@ static enum swathe_status reserve_bytes(struct swathe_layer *layer, struct sw_bu
   if (bytes <= buffer->bytes) return SWATHE_OK;
   if (buffer->data) sw_device_free(layer->device, buffer->data);
   *buffer = (struct sw_buffer){ .data = sw_device_allocate(layer->device, bytes) };
-  if (!buffer->data)
-    return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer's buffer", bytes);
+  if (!buffer->data) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer's buffer", bytes);
   buffer->bytes = bytes;
   return SWATHE_OK;
 }
@@ -214,7 +217,8 @@ static enum swathe_status reserve_messages(struct swathe_layer *layer)
   free(layer->messages);
   layer->message_capacity = 0;
   layer->messages = calloc((size_t)count, sizeof *layer->messages);
-  if (!layer->messages) return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " messages", count);
+  if (!layer->messages)
+    return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " messages", count);
   layer->message_capacity = (int32_t)count;
   return SWATHE_OK;
 }
@@ -225,7 +229,8 @@ void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *t
   layer->plan = NULL;
 }
 
-enum swathe_status swathe_layer_shard(struct swathe_layer *layer, const struct swathe_sharding *sharding)
+enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
+                                      const struct swathe_sharding *sharding)
 {
   const struct sw_halo_plan *plan = NULL;
   enum swathe_status status;
@@ -276,8 +281,8 @@ static void say(struct text *text, const char *format, ...)
   const bool room = text->used < text->size;
   va_list args;
   va_start(args, format);
-  const int length =
-      vsnprintf(room ? text->data + text->used : NULL, room ? text->size - text->used : 0, format, args);
+  const int length = vsnprintf(room ? text->data + text->used : NULL,
+                               room ? text->size - text->used : 0, format, args);
   va_end(args);
   if (length > 0) text->used += (size_t)length;
 }
@@ -289,14 +294,16 @@ size_t swathe_layer_explain(const struct swathe_layer *layer, char *data, size_t
 
   for (int d = 0; d < 2; d++) {
     if (!layer->kernels[d]) continue;
-    say(&text, "%-9s %s\n", sw_context_kernel_name((enum swathe_direction)d), layer->choices[d].config);
+    say(&text, "%-9s %s\n", sw_context_kernel_name((enum swathe_direction)d),
+        layer->choices[d].config);
     say(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->context->isa,
         layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
   }
   if (!plan) return text.used;
-  say(&text, "halo      rank %d of %d: %" PRId64 " tokens from %" PRId64 " peers, at most %d hops, %" PRId64
-             " bytes forward\n",
-      plan->rank, sw_layer_ranks(layer), plan->receive_tokens, plan->receive_message_count, plan->hops,
-      plan->receive_tokens * layer->batch * sw_problem_token_bytes(&layer->problem));
+  say(&text,
+      "halo      rank %d of %d: %" PRId64 " tokens from %" PRId64
+      " peers, at most %d hops, %" PRId64 " bytes forward\n",
+      plan->rank, sw_layer_ranks(layer), plan->receive_tokens, plan->receive_message_count,
+      plan->hops, plan->receive_tokens * layer->batch * sw_problem_token_bytes(&layer->problem));
   return text.used;
 }

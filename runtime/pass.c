@@ -19,19 +19,20 @@ enum { GATHER_ROWS = 32 };
 // ---- Tensors ---------------------------------------------------------------------------------------
 
 static enum swathe_status check_tensor(const struct swathe_layer *layer, const char *name,
-                                       const struct swathe_tensor *tensor, int32_t heads, int32_t dim,
-                                       bool written)
+                                       const struct swathe_tensor *tensor, int32_t heads,
+                                       int32_t dim, bool written)
 {
   const int64_t rows = layer->plan->rows;
   if (rows == 0) return SWATHE_OK;
   if (!tensor->data)
-    return sw_fail(SWATHE_BAD_TENSOR, "%s has no data, but this rank has %" PRId64 " rows", name, rows);
+    return sw_fail(SWATHE_BAD_TENSOR, "%s has no data, but this rank has %" PRId64 " rows", name,
+                   rows);
   if (!written) return SWATHE_OK;
   if ((rows > 1 && tensor->token_stride == 0) || (layer->batch > 1 && tensor->batch_stride == 0) ||
       (heads > 1 && llabs(tensor->head_stride) < dim))
     return sw_fail(SWATHE_BAD_TENSOR,
-                   "%s is written, but its strides (token %" PRId64 ", head %" PRId64 ", batch %" PRId64
-                   ") make elements fall together",
+                   "%s is written, but its strides (token %" PRId64 ", head %" PRId64
+                   ", batch %" PRId64 ") make elements fall together",
                    name, tensor->token_stride, tensor->head_stride, tensor->batch_stride);
   return SWATHE_OK;
 }
@@ -70,7 +71,8 @@ static enum swathe_status check_tensors(const struct swathe_layer *layer,
   return status;
 }
 
-static enum swathe_status check_call(const struct swathe_layer *layer, enum swathe_direction direction,
+static enum swathe_status check_call(const struct swathe_layer *layer,
+                                     enum swathe_direction direction,
                                      const struct swathe_tensors *tensors, const void *stream)
 {
   if (!layer->plan)
@@ -83,14 +85,13 @@ static enum swathe_status check_call(const struct swathe_layer *layer, enum swat
 }
 
 // Rows of a [batch][rows][heads][dim] tensor that no span covers.
-static void zero_gaps(const struct swathe_layer *layer, const struct swathe_tensor *tensor, int32_t heads,
-                      size_t dim_bytes, size_t elem_bytes)
+static void zero_gaps(const struct swathe_layer *layer, const struct swathe_tensor *tensor,
+                      int32_t heads, size_t dim_bytes, size_t elem_bytes)
 {
   for (int64_t g = 0; g < layer->plan->gap_count; g++)
     for (int32_t b = 0; b < layer->batch; b++)
       for (int64_t row = 0; row < layer->plan->gaps[g].rows; row++)
-        for (int32_t h = 0; h < heads; h++)
-          {
+        for (int32_t h = 0; h < heads; h++) {
           const int64_t first = (layer->plan->gaps[g].row + row) * tensor->token_stride +
                                 b * tensor->batch_stride + h * tensor->head_stride;
           memset((char *)tensor->data + first * (int64_t)elem_bytes, 0, dim_bytes);
@@ -130,9 +131,10 @@ static void point_runs(struct swathe_layer *layer, enum swathe_direction directi
     }
     if (direction == SWATHE_FORWARD) continue;
     const struct sw_key_views sums =
-        source->spill >= 0
-            ? sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens, source->spill)
-            : sw_exchange_packed(layer, layer->own_sums.data, sizeof(float), layer->plan->rows, source->index);
+        source->spill >= 0 ? sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float),
+                                                work->spill_tokens, source->spill)
+                           : sw_exchange_packed(layer, layer->own_sums.data, sizeof(float),
+                                                layer->plan->rows, source->index);
     run->dk = sums.k;
     run->dv = sums.v;
   }
@@ -180,8 +182,8 @@ static void run_shifted(const void *arg, int64_t begin, int64_t end, void *works
 }
 
 static enum swathe_status launch_units(struct swathe_layer *layer, enum swathe_direction direction,
-                                       const struct sw_attention_args *args, int64_t begin, int64_t end,
-                                       struct sw_exchange *exchange)
+                                       const struct sw_attention_args *args, int64_t begin,
+                                       int64_t end, struct sw_exchange *exchange)
 {
   const struct sw_kernel *kernel = layer->kernels[direction];
   const int64_t per_unit = (int64_t)layer->batch * layer->problem.kv_heads;
@@ -202,15 +204,9 @@ static enum swathe_status launch_units(struct swathe_layer *layer, enum swathe_d
   return launch.items ? sw_device_launch(layer->device, &launch) : SWATHE_OK;
 }
 
-void sw_layer_limit(struct swathe_layer *layer, int64_t items)
-{
-  layer->most_items = items;
-}
+void sw_layer_limit(struct swathe_layer *layer, int64_t items) { layer->most_items = items; }
 
-int64_t sw_layer_computed(const struct swathe_layer *layer)
-{
-  return layer->computed_tokens;
-}
+int64_t sw_layer_computed(const struct swathe_layer *layer) { return layer->computed_tokens; }
 
 // The largest of the units' scores for each head; -inf for a rank without rows.
 static void find_max_logits(const struct swathe_layer *layer, float *max_logits)
@@ -225,8 +221,8 @@ static void find_max_logits(const struct swathe_layer *layer, float *max_logits)
   }
 }
 
-enum swathe_status swathe_layer_forward(struct swathe_layer *layer, const struct swathe_tensors *tensors,
-                                        void *stream)
+enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
+                                        const struct swathe_tensors *tensors, void *stream)
 {
   const double begin = sw_layer_now_us();
   const struct sw_work *work = &layer->work[SWATHE_FORWARD];
@@ -247,7 +243,8 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer, const struct
 
   status = sw_exchange_post_keys(layer, tensors, halo, &exchange);
   if (!status)
-    status = launch_units(layer, SWATHE_FORWARD, &args, work->edge_units, work->unit_count, &exchange);
+    status =
+        launch_units(layer, SWATHE_FORWARD, &args, work->edge_units, work->unit_count, &exchange);
   if (!status) status = sw_exchange_finish(layer, &exchange);
   if (!status) status = launch_units(layer, SWATHE_FORWARD, &args, 0, work->edge_units, NULL);
   if (!status && tensors->max_logits) find_max_logits(layer, tensors->max_logits);
@@ -269,11 +266,11 @@ static void add_spills_to_wire(struct swathe_layer *layer)
   for (int64_t i = 0; i < work->spill_count; i++) {
     const struct sw_spill *spill = &work->spills[i];
     if (spill->place != SW_WIRE) continue;
-    const struct sw_key_views from =
-        sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens, spill->spill);
+    const struct sw_key_views from = sw_exchange_packed(
+        layer, layer->spill_sums.data, sizeof(float), work->spill_tokens, spill->spill);
     const struct sw_key_views to =
         sw_exchange_wire(layer, layer->send_sums.data, sizeof(float),
-                  &layer->plan->receive_messages[spill->message], spill->index);
+                         &layer->plan->receive_messages[spill->message], spill->index);
     for (int32_t b = 0; b < layer->batch; b++) {
       float *out = (float *)to.k.data + b * to.k.batch;
       const float *in = (const float *)from.k.data + b * from.k.batch;
@@ -307,12 +304,13 @@ static int64_t list_terms(struct swathe_layer *layer)
     if (work->spills[i].place == SW_OWN)
       add_term(layer, &count, work->spills[i].index, work->spills[i].tokens,
                sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens,
-                       work->spills[i].spill));
+                                  work->spills[i].spill));
   for (int64_t m = 0; m < plan->send_message_count; m++) {
     const struct sw_halo_message *message = &plan->send_messages[m];
     for (int64_t i = message->segment_begin; i < message->segment_end; i++)
       add_term(layer, &count, plan->sends[i].row, plan->sends[i].tokens,
-               sw_exchange_wire(layer, layer->receive_sums.data, sizeof(float), message, plan->sends[i].slot));
+               sw_exchange_wire(layer, layer->receive_sums.data, sizeof(float), message,
+                                plan->sends[i].slot));
   }
   return count;
 }
@@ -324,9 +322,12 @@ static enum swathe_status reserve_backward(struct swathe_layer *layer)
   const int64_t terms = 1 + work->spill_count + plan->send_count;
   enum swathe_status status = sw_layer_reserve(layer, &layer->own_sums, plan->rows, sizeof(float));
 
-  if (!status) status = sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
-  if (!status) status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, sizeof(float));
-  if (!status) status = sw_layer_reserve(layer, &layer->receive_sums, plan->send_tokens, sizeof(float));
+  if (!status)
+    status = sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
+  if (!status)
+    status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, sizeof(float));
+  if (!status)
+    status = sw_layer_reserve(layer, &layer->receive_sums, plan->send_tokens, sizeof(float));
   if (!status && layer->problem.halo_gradient == SWATHE_BF16) {
     status = sw_layer_reserve(layer, &layer->send_narrow, plan->receive_tokens, sizeof(uint16_t));
     if (!status)
@@ -364,7 +365,8 @@ static void run_gather(const void *arg, int64_t begin, int64_t end, void *worksp
   gathering->kernel(gathering->args, begin, end, workspace);
 }
 
-static enum swathe_status launch_gather(struct swathe_layer *layer, const struct swathe_tensors *tensors)
+static enum swathe_status launch_gather(struct swathe_layer *layer,
+                                        const struct swathe_tensors *tensors)
 {
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
   const struct sw_gather_args args = {
@@ -403,7 +405,8 @@ static void add_sinks(const struct swathe_layer *layer, float *dsink)
 
 // The units, with the exchanges between them.  Half the interior hides the keys' way here if they
 // must be fetched again, the rest hides the sums' way home.
-static enum swathe_status run_backward(struct swathe_layer *layer, const struct swathe_tensors *tensors)
+static enum swathe_status run_backward(struct swathe_layer *layer,
+                                       const struct swathe_tensors *tensors)
 {
   const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
   void *halo = tensors->halo ? tensors->halo : layer->receive.data;
@@ -424,12 +427,13 @@ static enum swathe_status run_backward(struct swathe_layer *layer, const struct 
   if (status) return status;
   add_spills_to_wire(layer);
   status = sw_exchange_post_sums(layer, &exchange);
-  if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, interior, work->unit_count, &exchange);
+  if (!status)
+    status = launch_units(layer, SWATHE_BACKWARD, &args, interior, work->unit_count, &exchange);
   return status ? status : sw_exchange_finish_sums(layer, &exchange);
 }
 
-enum swathe_status swathe_layer_backward(struct swathe_layer *layer, const struct swathe_tensors *tensors,
-                                         void *stream)
+enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
+                                         const struct swathe_tensors *tensors, void *stream)
 {
   const double begin = sw_layer_now_us();
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
@@ -439,7 +443,8 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer, const struc
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };
   layer->computed_tokens = 0;
-  zero_gaps(layer, &tensors->dq, layer->problem.q_heads, (size_t)layer->problem.head_dim_qk * elem, elem);
+  zero_gaps(layer, &tensors->dq, layer->problem.q_heads, (size_t)layer->problem.head_dim_qk * elem,
+            elem);
   zero_own_gaps(layer);
   status = run_backward(layer, tensors);
   if (!status) status = launch_gather(layer, tensors);

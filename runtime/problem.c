@@ -57,7 +57,8 @@ static enum swathe_status name_index(const char *what, const char *const *names,
 enum swathe_status swathe_dtype_parse(const char *name, enum swathe_dtype *dtype)
 {
   int index = 0;
-  const enum swathe_status status = name_index("dtype", dtype_names, COUNT(dtype_names), name, &index);
+  const enum swathe_status status =
+      name_index("dtype", dtype_names, COUNT(dtype_names), name, &index);
   if (!status) *dtype = (enum swathe_dtype)index;
   return status;
 }
@@ -136,8 +137,8 @@ static enum swathe_status check_heads(const struct swathe_problem *p)
     return sw_fail(SWATHE_BAD_PROBLEM, "%d query heads and %d key heads: each must be from 1 to %d",
                    p->q_heads, p->kv_heads, MOST_HEADS);
   if (p->q_heads % p->kv_heads)
-    return sw_fail(SWATHE_BAD_PROBLEM, "%d query heads cannot share %d key heads evenly", p->q_heads,
-                   p->kv_heads);
+    return sw_fail(SWATHE_BAD_PROBLEM, "%d query heads cannot share %d key heads evenly",
+                   p->q_heads, p->kv_heads);
   if (p->head_dim_qk < 1 || p->head_dim_qk > MOST_HEAD_DIM || p->head_dim_v < 1 ||
       p->head_dim_v > MOST_HEAD_DIM)
     return sw_fail(SWATHE_BAD_PROBLEM, "head dims %d and %d: each must be from 1 to %d",
@@ -153,7 +154,8 @@ static enum swathe_status check_window(const char *name, int64_t window)
                    "say 'unlimited' for none",
                    name, window);
   if (window > INT32_MAX && window != SWATHE_UNLIMITED)
-    return sw_fail(SWATHE_BAD_PROBLEM, "%s is %" PRId64 ": above 2^31-1 say 'unlimited'", name, window);
+    return sw_fail(SWATHE_BAD_PROBLEM, "%s is %" PRId64 ": above 2^31-1 say 'unlimited'", name,
+                   window);
   return SWATHE_OK;
 }
 
@@ -171,9 +173,11 @@ enum swathe_status swathe_problem_check(const struct swathe_problem *p)
     return sw_fail(SWATHE_BAD_PROBLEM, "halo_gradient %d is not one of enum swathe_dtype",
                    (int)p->halo_gradient);
   if ((unsigned)p->target >= (unsigned)COUNT(target_names))
-    return sw_fail(SWATHE_BAD_PROBLEM, "target %d is not one of enum swathe_target", (int)p->target);
+    return sw_fail(SWATHE_BAD_PROBLEM, "target %d is not one of enum swathe_target",
+                   (int)p->target);
   if ((unsigned)p->layout >= (unsigned)COUNT(layout_names))
-    return sw_fail(SWATHE_BAD_PROBLEM, "layout %d is not one of enum swathe_layout", (int)p->layout);
+    return sw_fail(SWATHE_BAD_PROBLEM, "layout %d is not one of enum swathe_layout",
+                   (int)p->layout);
   if (!(p->softcap >= 0 && p->softcap < 1e6))
     return sw_fail(SWATHE_BAD_PROBLEM, "softcap %g: it must be 0 (off) or positive and below 1e6",
                    p->softcap);
@@ -183,28 +187,29 @@ enum swathe_status swathe_problem_check(const struct swathe_problem *p)
   if (p->ranks < 1 || p->ranks > MOST_RANKS)
     return sw_fail(SWATHE_BAD_PROBLEM, "%d ranks: from 1 to %d", p->ranks, MOST_RANKS);
   if (p->tokens_per_rank < 1)
-    return sw_fail(SWATHE_BAD_PROBLEM, "%" PRId64 " tokens per rank: at least 1", p->tokens_per_rank);
+    return sw_fail(SWATHE_BAD_PROBLEM, "%" PRId64 " tokens per rank: at least 1",
+                   p->tokens_per_rank);
   return SWATHE_OK;
 }
 
 // ---- Text --------------------------------------------------------------------------------------
 
 // The fields of a problem, each once: its name in text and its kind.
-#define FIELDS(X)            \
-  X(q_heads, integer32)      \
-  X(kv_heads, integer32)     \
-  X(head_dim_qk, integer32)  \
-  X(head_dim_v, integer32)   \
-  X(window_left, window)     \
-  X(window_right, window)    \
-  X(dtype, dtype)            \
-  X(sinks, flag)             \
-  X(softcap, real)           \
-  X(scale, real)             \
-  X(halo_gradient, dtype)    \
-  X(target, target)          \
-  X(layout, layout)          \
-  X(ranks, integer32)        \
+#define FIELDS(X)           \
+  X(q_heads, integer32)     \
+  X(kv_heads, integer32)    \
+  X(head_dim_qk, integer32) \
+  X(head_dim_v, integer32)  \
+  X(window_left, window)    \
+  X(window_right, window)   \
+  X(dtype, dtype)           \
+  X(sinks, flag)            \
+  X(softcap, real)          \
+  X(scale, real)            \
+  X(halo_gradient, dtype)   \
+  X(target, target)         \
+  X(layout, layout)         \
+  X(ranks, integer32)       \
   X(tokens_per_rank, integer64)
 
 struct writer {
@@ -212,7 +217,8 @@ struct writer {
   size_t size, used;  // `used` may pass `size`
 };
 
-static void put(struct writer *writer, const char *format, ...) __attribute__((format(printf, 2, 3)));
+static void put(struct writer *writer, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
 static void put(struct writer *writer, const char *format, ...)
 {
   const bool room = writer->used < writer->size;
@@ -228,8 +234,14 @@ static void put_integer32(struct writer *w, int32_t value) { put(w, "%" PRId32, 
 static void put_integer64(struct writer *w, int64_t value) { put(w, "%" PRId64, value); }
 static void put_flag(struct writer *w, bool value) { put(w, "%d", value); }
 static void put_dtype(struct writer *w, enum swathe_dtype v) { put(w, "%s", swathe_dtype_name(v)); }
-static void put_target(struct writer *w, enum swathe_target v) { put(w, "%s", swathe_target_name(v)); }
-static void put_layout(struct writer *w, enum swathe_layout v) { put(w, "%s", swathe_layout_name(v)); }
+static void put_target(struct writer *w, enum swathe_target v)
+{
+  put(w, "%s", swathe_target_name(v));
+}
+static void put_layout(struct writer *w, enum swathe_layout v)
+{
+  put(w, "%s", swathe_layout_name(v));
+}
 
 static void put_window(struct writer *w, int64_t value)
 {
@@ -252,7 +264,7 @@ static void put_real(struct writer *w, double value)
 size_t swathe_problem_format(const struct swathe_problem *problem, char *text, size_t size)
 {
   struct writer writer = { text, size, 0 };
-#define PUT_FIELD(name, kind)                  \
+#define PUT_FIELD(name, kind)                        \
   put(&writer, writer.used ? ",%s=" : "%s=", #name); \
   put_##kind(&writer, problem->name);
   FIELDS(PUT_FIELD)
@@ -330,14 +342,16 @@ static enum swathe_status take_layout(const char *name, const char *text, enum s
   return status ? sw_within(status, "in %s", name) : SWATHE_OK;
 }
 
-static enum swathe_status take_field(struct swathe_problem *problem, const char *name, const char *value)
+static enum swathe_status take_field(struct swathe_problem *problem, const char *name,
+                                     const char *value)
 {
 #define TAKE_FIELD(field, kind) \
   if (!strcmp(name, #field)) return take_##kind(name, value, &problem->field);
   FIELDS(TAKE_FIELD)
 #undef TAKE_FIELD
 #define FIELD_NAME(field, kind) " " #field
-  return sw_fail(SWATHE_BAD_PROBLEM, "a problem has no field '%s'; there are%s", name, FIELDS(FIELD_NAME));
+  return sw_fail(SWATHE_BAD_PROBLEM, "a problem has no field '%s'; there are%s", name,
+                 FIELDS(FIELD_NAME));
 #undef FIELD_NAME
 }
 
@@ -348,7 +362,8 @@ enum swathe_status swathe_problem_parse(const char *text, struct swathe_problem 
   char buffer[SW_PROBLEM_TEXT], *next = buffer;
 
   if (strlen(text) >= sizeof buffer)
-    return sw_fail(SWATHE_BAD_PROBLEM, "the problem's text is longer than %d bytes", SW_PROBLEM_TEXT - 1);
+    return sw_fail(SWATHE_BAD_PROBLEM, "the problem's text is longer than %d bytes",
+                   SW_PROBLEM_TEXT - 1);
   strcpy(buffer, text);
   while (next && *next && !status) {
     char *name = next;

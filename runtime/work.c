@@ -35,7 +35,8 @@ static enum swathe_status grow_array(void **array, int64_t *capacity, int64_t co
   const int64_t larger_capacity = larger(2 * *capacity, larger(count, 16));
   void *grown = realloc(*array, (size_t)larger_capacity * size);
   if (!grown)
-    return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a work list", (size_t)larger_capacity * size);
+    return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a work list",
+                   (size_t)larger_capacity * size);
   *array = grown;
   *capacity = larger_capacity;
   return SWATHE_OK;
@@ -90,8 +91,8 @@ static struct cuts cut_forward(const struct swathe_problem *problem, const struc
 }
 
 // Every strip is at least as long as both windows, or is the whole span.
-static struct cuts cut_backward(const struct swathe_problem *problem, const struct swathe_span *span,
-                                struct wire wire, int64_t tile)
+static struct cuts cut_backward(const struct swathe_problem *problem,
+                                const struct swathe_span *span, struct wire wire, int64_t tile)
 {
   const int64_t window = larger(problem->window_left, problem->window_right);
   struct cuts whole = { .middle = span->tokens, .unit = span->tokens };
@@ -115,8 +116,9 @@ struct builder {
 };
 
 // Adds the keys [from, to) of a piece that begins at `begin`; `spilled`: sums are not this unit's own.
-static enum swathe_status add_run(struct builder *b, enum sw_place place, int64_t begin, int64_t index,
-                                  int32_t message, int64_t from, int64_t to, bool spilled)
+static enum swathe_status add_run(struct builder *b, enum sw_place place, int64_t begin,
+                                  int64_t index, int32_t message, int64_t from, int64_t to,
+                                  bool spilled)
 {
   struct sw_work *work = b->work;
   enum swathe_status status;
@@ -135,8 +137,7 @@ static enum swathe_status add_run(struct builder *b, enum sw_place place, int64_
   int64_t spill = -1;
   if (spilled) {
     spill = work->spill_tokens;
-    work->spills[work->spill_count++] =
-        (struct sw_spill){ place, first, tokens, spill, message };
+    work->spills[work->spill_count++] = (struct sw_spill){ place, first, tokens, spill, message };
     work->spill_tokens += tokens;
   }
   work->runs[work->run_count].position = from;  // its views are filled in at each call
@@ -169,15 +170,15 @@ static enum swathe_status add_needs(struct builder *b, int64_t span, int64_t fro
     if (need->slot < 0)
       status = add_run(b, SW_OWN, need->position, need->row, -1, low, high, b->backward);
     else
-      status = add_run(b, SW_WIRE, need->position, need->slot, message_of(plan, need->slot), low, high,
-                       b->backward);
+      status = add_run(b, SW_WIRE, need->position, need->slot, message_of(plan, need->slot), low,
+                       high, b->backward);
   }
   return status;
 }
 
 // One unit: the queries [begin, end) of the span, and its runs in ascending position.
-static enum swathe_status add_unit(struct builder *b, const struct swathe_problem *problem, int64_t index,
-                                   int64_t begin, int64_t end)
+static enum swathe_status add_unit(struct builder *b, const struct swathe_problem *problem,
+                                   int64_t index, int64_t begin, int64_t end)
 {
   struct sw_work *work = b->work;
   const struct swathe_span *span = &b->plan->spans[index];
@@ -187,14 +188,16 @@ static enum swathe_status add_unit(struct builder *b, const struct swathe_proble
   const int64_t run_begin = work->run_count;
   enum swathe_status status;
 
-  status = grow((void **)&work->units, &work->unit_capacity, work->unit_count + 1, sizeof *work->units);
+  status =
+      grow((void **)&work->units, &work->unit_capacity, work->unit_count + 1, sizeof *work->units);
   if (!status) status = add_needs(b, index, low, span->position);
   if (!status)
-    status = add_run(b, SW_OWN, span->position, span->row, -1, larger(low, span->position),
-                     begin, b->backward);
+    status = add_run(b, SW_OWN, span->position, span->row, -1, larger(low, span->position), begin,
+                     b->backward);
   if (!status) status = add_run(b, SW_OWN, span->position, span->row, -1, begin, end, false);
   if (!status)
-    status = add_run(b, SW_OWN, span->position, span->row, -1, end, smaller(high, span_end), b->backward);
+    status = add_run(b, SW_OWN, span->position, span->row, -1, end, smaller(high, span_end),
+                     b->backward);
   if (!status) status = add_needs(b, index, span_end, high);
   if (status) return status;
 
@@ -212,8 +215,9 @@ static enum swathe_status add_unit(struct builder *b, const struct swathe_proble
 }
 
 // Units over [begin, end) of a span's tokens, about `unit` long, cut at whole tiles.
-static enum swathe_status add_units(struct builder *b, const struct swathe_problem *problem, int64_t index,
-                                    int64_t begin, int64_t end, int64_t unit, int64_t tile)
+static enum swathe_status add_units(struct builder *b, const struct swathe_problem *problem,
+                                    int64_t index, int64_t begin, int64_t end, int64_t unit,
+                                    int64_t tile)
 {
   const int64_t origin = b->plan->spans[index].position;
   const int64_t tokens = end - begin, pieces = larger(1, tokens / unit);
@@ -239,9 +243,9 @@ enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_probl
   for (int interior = 0; interior < 2; interior++) {
     for (int64_t s = 0; s < plan->span_count && !status; s++) {
       const struct wire wire = wire_of(plan, s);
-      const struct cuts cuts =
-          builder.backward ? cut_backward(problem, &plan->spans[s], wire, tile_tokens)
-                           : cut_forward(problem, &plan->spans[s], wire, tile_tokens);
+      const struct cuts cuts = builder.backward
+                                   ? cut_backward(problem, &plan->spans[s], wire, tile_tokens)
+                                   : cut_forward(problem, &plan->spans[s], wire, tile_tokens);
       const bool whole = !cuts.head && !cuts.tail;
       const bool edge = whole && (wire.before || wire.after);
       const int64_t middle = cuts.head + cuts.middle;
@@ -250,7 +254,8 @@ enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_probl
       if (interior || status || whole) continue;
       status = add_units(&builder, problem, s, 0, cuts.head, cuts.unit, tile_tokens);
       if (!status)
-        status = add_units(&builder, problem, s, middle, middle + cuts.tail, cuts.unit, tile_tokens);
+        status =
+            add_units(&builder, problem, s, middle, middle + cuts.tail, cuts.unit, tile_tokens);
     }
     if (!interior) work->edge_units = work->unit_count;
   }

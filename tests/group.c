@@ -68,13 +68,14 @@ static enum swathe_status collect(struct member *member, char *words, size_t siz
     snprintf(words, size, "rank %d: %s", member->rank, member->words);
     return member->status;
   }
-  if (!share_check(member->sequence, member->share, backward, words, size)) return SWATHE_WRONG_RESULT;
+  if (!share_check(member->sequence, member->share, backward, words, size))
+    return SWATHE_WRONG_RESULT;
   share_gather(member->sequence, member->share, backward);
   return SWATHE_OK;
 }
 
-enum swathe_status group_run(const struct group_case *group, struct sequence *sequence, int64_t *moved,
-                             char *words, size_t size)
+enum swathe_status group_run(const struct group_case *group, struct sequence *sequence,
+                             int64_t *moved, char *words, size_t size)
 {
   const int32_t ranks = group->sharding->ranks;
   struct member *members = calloc((size_t)ranks, sizeof *members);
@@ -83,9 +84,11 @@ enum swathe_status group_run(const struct group_case *group, struct sequence *se
   enum swathe_status status = SWATHE_OK;
 
   if (ranks > 1)
-    status = swathe_threads_create(ranks, group->deadline_s > 0 ? group->deadline_s : 20, &transport);
+    status =
+        swathe_threads_create(ranks, group->deadline_s > 0 ? group->deadline_s : 20, &transport);
   for (int32_t r = 0; r < ranks && !status; r++) {
-    members[r] = (struct member){ .group = group, .sequence = sequence, .threads = transport, .rank = r };
+    members[r] =
+        (struct member){ .group = group, .sequence = sequence, .threads = transport, .rank = r };
     members[r].share = share_make(sequence, group->sharding, r, group->form);
     if (!members[r].share) status = SWATHE_BAD_SHARDING;
   }
