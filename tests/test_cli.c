@@ -333,6 +333,20 @@ static void the_banner_makes_the_same_source(void **state)
   expect("emit forward --output missing/kernel.c", 1, NULL, "missing/kernel.c cannot be written");
 }
 
+// A source may be for any processor; only running asks for one that this machine has.
+static void kernels_are_emitted_for_other_processors(void **state)
+{
+  (void)state;
+  static const char *const isas[] = { "avx512", "avx2", "neon", "generic" };
+  char command[160], banner[64];
+  for (size_t i = 0; i < sizeof isas / sizeof isas[0]; i++) {
+    snprintf(command, sizeof command, "emit forward --isa %s " TINY, isas[i]);
+    snprintf(banner, sizeof banner, "--isa %s --problem ", isas[i]);
+    expect(command, 0, banner, NULL);
+  }
+  expect("emit forward --isa pdp11 " TINY, 2, NULL, "'pdp11'");
+}
+
 // ---- Files --------------------------------------------------------------------------------------
 
 // An array of the given shape (zeros end it) with numbers from -1 to 1 that look random.
@@ -541,6 +555,7 @@ int main(void)
     cmocka_unit_test(prints_one_json_document),
     cmocka_unit_test(plans_a_known_model),
     cmocka_unit_test(the_banner_makes_the_same_source),
+    cmocka_unit_test(kernels_are_emitted_for_other_processors),
     cmocka_unit_test(replays_files_over_any_ranks),
     cmocka_unit_test(keeps_the_number_of_axes),
     cmocka_unit_test(refuses_files_that_do_not_fit),

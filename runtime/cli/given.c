@@ -103,14 +103,19 @@ enum cli_exit cli_given_open(const struct cli_args *args, int32_t threads, struc
   if (code) return code;
 
   given->threads = (int32_t)wanted;
-  const struct swathe_options options = {
+  struct swathe_options options = {
     .database = args->value[CLI_DATABASE],
     .cache = args->value[CLI_CACHE],
     .mode = SWATHE_REPLAY,
     .threads = given->threads,
     .isa = args->value[CLI_ISA],
   };
-  const enum swathe_status status = swathe_open(&options, &given->context);
+  enum swathe_status status = swathe_open(&options, &given->context);
+  // Verbs with --config only make a kernel, also for processors that this machine does not have.
+  if (status == SWATHE_UNSUPPORTED && args->verb->options & CLI_BIT(CONFIG)) {
+    options.isa = NULL;
+    status = swathe_open(&options, &given->context);
+  }
   return status ? cli_fail_library(status, "swathe cannot start") : CLI_OK;
 }
 
