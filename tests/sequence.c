@@ -97,6 +97,13 @@ static size_t place(const struct sequence *sequence, enum sequence_array array, 
   return (size_t)(((batch * sequence->view.tokens + token) * heads + head) * dims + dim);
 }
 
+size_t sequence_row(const struct sequence *sequence, enum sequence_array array, int64_t batch,
+                    int64_t token, size_t *elems)
+{
+  *elems = token_elems(&sequence->problem, array);
+  return place(sequence, array, batch, token, 0, 0);
+}
+
 static bool is_padding(const struct sequence *sequence, int64_t token)
 {
   const struct swathe_sequence *view = &sequence->view;
@@ -207,7 +214,23 @@ void sequence_forget(struct sequence *sequence)
 
 // ---- The reference's answers -------------------------------------------------------------------
 
-void sequence_solve(struct sequence *sequence)
+// delta [heads] of one query from `out` as bf16 holds it.
+static void sum_rounded(const struct sequence *sequence, int64_t batch, int64_t token, double *delta)
+{
+  const int dims = sequence->problem.head_dim_v;
+  const size_t row = place(sequence, SEQUENCE_OUT, batch, token, 0, 0);
+  for (int head = 0; head < sequence->problem.q_heads; head++) {
+    delta[head] = 0;
+    for (int d = 0; d < dims; d++) {
+      const size_t at = row + (size_t)(head * dims + d);
+      const float out = (float)sequence->want[SEQUENCE_OUT][at];
+      delta[head] += (double)sequence_from_bf16(sequence_to_bf16(out)) *
+                     (double)sequence->given[SEQUENCE_DOUT][at];
+    }
+  }
+}
+
+static void solve(struct sequence *sequence, bool rounded)
 {
   const struct swathe_problem *problem = &sequence->problem;
   const struct swathe_sequence *view = &sequence->view;
@@ -220,6 +243,7 @@ void sequence_solve(struct sequence *sequence)
       swathe_reference_query(problem, view, batch, token,
                              want[SEQUENCE_OUT] + place(sequence, SEQUENCE_OUT, batch, token, 0, 0),
                              lse + row, delta + row);
+      if (rounded && !is_padding(sequence, token)) sum_rounded(sequence, batch, token, delta + row);
     }
   for (int head = 0; head < problem->q_heads; head++) sequence->want_dsink[head] = 0;
   for (int64_t batch = 0; batch < view->batch; batch++)
@@ -232,6 +256,16 @@ void sequence_solve(struct sequence *sequence)
                            want[SEQUENCE_DV] + place(sequence, SEQUENCE_DV, batch, token, 0, 0));
     }
   free(delta);
+}
+
+void sequence_solve(struct sequence *sequence)
+{
+  solve(sequence, false);
+}
+
+void sequence_solve_rounded(struct sequence *sequence)
+{
+  solve(sequence, sequence->problem.dtype == SWATHE_BF16);
 }
 
 // ---- Comparison --------------------------------------------------------------------------------

@@ -42,6 +42,13 @@ void sequence_free(struct sequence *sequence);
 
 // Fills `want` from the reference: once, after the test has had its way with `given` and `sink`.
 void sequence_solve(struct sequence *sequence);
+// The same, but with SWATHE_BF16 the gradients follow from `out` rounded to bf16, which is what a
+// backward pass is given: large scores magnify that rounding, and it is not backward's error.
+void sequence_solve_rounded(struct sequence *sequence);
+
+// Index of a token's first element in one of the whole arrays; `elems`: how many it has.
+size_t sequence_row(const struct sequence *sequence, enum sequence_array array, int64_t batch,
+                    int64_t token, size_t *elems);
 
 // Forgets what was gathered.
 void sequence_forget(struct sequence *sequence);
