@@ -540,6 +540,17 @@ enum swathe_status swathe_db_show(struct swathe_context *context,
   return status;
 }
 
+enum swathe_status swathe_db_samples(struct swathe_context *context, swathe_sample_visit *visit,
+                                     void *arg)
+{
+  enum swathe_status status = need_database(context);
+  if (status) return status;
+  pthread_mutex_lock(&context->mutex);
+  status = sw_db_samples(context->db, NULL, visit, arg);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
 enum swathe_status swathe_db_best(struct swathe_context *context,
                                   const struct swathe_problem *problem,
                                   enum swathe_direction direction, char *config, size_t config_size,

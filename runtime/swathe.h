@@ -379,6 +379,7 @@ struct swathe_pick {
   double best_us, default_us, ratio;
   int64_t samples;
   const char *when;                                     // UTC, ISO 8601
+  const char *generator;                                // digest of the texts its kernel was made from
 };
 typedef void swathe_pick_visit(void *arg, const struct swathe_pick *pick);
 // Every pick, in a fixed order.
@@ -391,13 +392,19 @@ struct swathe_sample {
   const char *words;             // why, or ""
   double median_us, ratio;       // ratio to the default in the same run; 0 when not measured
   int64_t runs;
+  const double *runs_us;         // [runs], every timing
   const char *when;
+  const char *generator;         // as in swathe_pick: samples of other kernels do not compare
 };
 typedef void swathe_sample_visit(void *arg, const struct swathe_sample *sample);
 // Every sample of the problem, best first.
 SWATHE_API enum swathe_status swathe_db_show(struct swathe_context *context,
                                              const struct swathe_problem *problem,
                                              swathe_sample_visit *visit, void *arg);
+// Every sample of every problem: by problem, forward first, by environment and generator, and then in the
+// order they were measured.
+SWATHE_API enum swathe_status swathe_db_samples(struct swathe_context *context,
+                                                swathe_sample_visit *visit, void *arg);
 
 // What a layer of this problem would use: config, and in one line which rung of the ladder gave it and why.
 SWATHE_API enum swathe_status swathe_db_best(struct swathe_context *context,

@@ -72,6 +72,7 @@ enum swathe_status sw_db_known(struct sw_db *db, const struct sw_db_row *row, sw
                                void *arg);
 
 enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *arg);
+// `problem` NULL: of every problem, in the order of swathe_db_samples; else best first.
 enum swathe_status sw_db_samples(struct sw_db *db, const struct swathe_problem *problem,
                                  swathe_sample_visit *visit, void *arg);
 

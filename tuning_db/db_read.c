@@ -6,6 +6,8 @@
 
 #include <ctype.h>
 #include <inttypes.h>
+#include <locale.h>
+#include <stdlib.h>
 #include <string.h>
 
 // ---- Judging a row ------------------------------------------------------------------------------
@@ -60,6 +62,41 @@ static int64_t take_integer(struct judged *judged, int column, int64_t least, in
     return least;
   }
   return value;
+}
+
+// Timings of the walk's current row; one buffer for all of its rows.
+struct runs {
+  double *us;
+  int64_t capacity;
+  locale_t plain;  // "C": rows are written with '.' whatever the caller's locale
+};
+
+// A list as sw_db_put_sample writes it, [12.5,12.75], of exactly `count` numbers.  Borrowed until the
+// next row.
+static const double *take_runs(struct judged *judged, int column, int64_t count, struct runs *runs)
+{
+  enum { MOST_DIGITS = 24 };  // of a number, with sign, point and exponent
+  const char *text = take_text(judged, column, 2 + (size_t)count * (MOST_DIGITS + 1), false);
+  if (judged->bad) return NULL;
+  if (count > runs->capacity) {
+    double *grown = realloc(runs->us, (size_t)count * sizeof *grown);
+    if (!grown) {
+      judged->bad = "there is no memory for its timings";
+      return NULL;
+    }
+    runs->us = grown;
+    runs->capacity = count;
+  }
+  bool good = *text++ == '[';
+  for (int64_t i = 0; good && i < count; i++) {
+    char *end = NULL;
+    good = isdigit((unsigned char)*text);
+    if (good) runs->us[i] = strtod_l(text, &end, runs->plain);
+    good = good && *end == (i + 1 < count ? ',' : ']') && runs->us[i] <= 1e15;
+    if (good) text = end + (i + 1 < count);
+  }
+  if (!good || strcmp(text, "]")) judged->bad = "its timings are not a list of its runs";
+  return runs->us;
 }
 
 // A time as strftime wrote it: 2026-01-31T23:59:59Z.
@@ -295,7 +332,7 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
       "SELECT k.id, p.text, e.text, e.isa, e.processor, e.threads, k.kernel, k.config, k.best_us,"
       " k.default_us, k.ratio, k.written_at, (SELECT count(*) FROM sample s WHERE s.problem = "
       "k.problem AND"
-      " s.kernel = k.kernel AND s.environment = k.environment)"
+      " s.kernel = k.kernel AND s.environment = k.environment), k.generator"
       " FROM pick k JOIN problem p ON p.id = k.problem JOIN environment e ON e.id = k.environment"
       " ORDER BY p.text, k.kernel, e.text";
   sqlite3_stmt *statement = NULL;
@@ -316,6 +353,7 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
       .ratio = take_number(&judged, 10, 1e-15),
       .when = take_when(&judged, 11),
       .samples = take_integer(&judged, 12, 0, INT64_MAX),
+      .generator = take_text(&judged, 13, SW_DB_GENERATOR_BYTES, false),
     };
     if (sound(db, &judged, "pick")) visit(arg, &pick);
   }
@@ -324,28 +362,32 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
   return status;
 }
 
-enum swathe_status sw_db_samples(struct sw_db *db, const struct swathe_problem *problem,
-                                 swathe_sample_visit *visit, void *arg)
+// Rows of one problem, best first; and of all, as they were measured.  Times are whole seconds, so the
+// second order ends with the row's number: nothing is chosen by it.
+#define SAMPLES                                                                                    \
+  "SELECT s.id, p.text, e.text, e.isa, e.processor, e.threads, s.kernel, s.config, s.verdict,"     \
+  " s.words, s.median_us, s.ratio, s.runs, s.runs_us, s.written_at, s.generator"                   \
+  " FROM problem p JOIN sample s ON s.problem = p.id JOIN environment e ON e.id = s.environment"
+static const char best_first_sql[] =
+    SAMPLES " WHERE p.text = ? ORDER BY s.kernel, s.verdict <> 'ok', s.ratio = 0, s.ratio,"
+            " s.config, e.text, s.written_at, s.median_us, s.runs_us";
+static const char as_measured_sql[] =
+    SAMPLES " ORDER BY p.text, s.kernel <> 'forward', s.kernel, e.text, s.generator, s.written_at,"
+            " s.id";
+
+static enum swathe_status visit_samples(struct sw_db *db, sqlite3_stmt *statement,
+                                        swathe_sample_visit *visit, void *arg)
 {
-  static const char sql[] =
-      "SELECT s.id, p.text, e.text, e.isa, e.processor, e.threads, s.kernel, s.config, s.verdict, "
-      "s.words,"
-      " s.median_us, s.ratio, s.runs, s.written_at"
-      " FROM problem p JOIN sample s ON s.problem = p.id JOIN environment e ON e.id = s.environment"
-      " WHERE p.text = ? ORDER BY s.kernel, s.verdict <> 'ok', s.ratio = 0, s.ratio, s.config, "
-      "e.text,"
-      " s.written_at, s.median_us, s.runs_us";
-  struct sw_db_rows_problem asked;
-  sqlite3_stmt *statement = NULL;
+  struct runs runs = { .plain = newlocale(LC_ALL_MASK, "C", (locale_t)0) };
+  struct swathe_problem problem;
   bool more = false;
-  enum swathe_status status = sw_db_rows_problem(problem, &asked);
-  if (status || !db->connection) return status;
-  pthread_mutex_lock(&db->mutex);
-  status = sw_db_sql_begin(db, &statement, sql, "t", asked.text);
+  enum swathe_status status = SWATHE_OK;
+
+  if (!runs.plain) return sw_fail(SWATHE_NO_MEMORY, "no memory for the C locale");
   while (!status && !(status = sw_db_sql_step(db, statement, &more)) && more) {
     struct judged judged = { statement, NULL };
-    const struct swathe_sample sample = {
-      .problem = asked.text,
+    struct swathe_sample sample = {
+      .problem = take_problem(&judged, 1, &problem),
       .environment = take_environment(&judged, 2),
       .kernel = take_text(&judged, 6, SW_DB_KERNEL_BYTES, false),
       .config = take_text(&judged, 7, SW_DB_CONFIG_BYTES, false),
@@ -354,10 +396,29 @@ enum swathe_status sw_db_samples(struct sw_db *db, const struct swathe_problem *
       .median_us = take_number(&judged, 10, 0),
       .ratio = take_number(&judged, 11, 0),
       .runs = take_integer(&judged, 12, 0, 1000000),
-      .when = take_when(&judged, 13),
+      .when = take_when(&judged, 14),
+      .generator = take_text(&judged, 15, SW_DB_GENERATOR_BYTES, false),
     };
+    sample.runs_us = take_runs(&judged, 13, sample.runs, &runs);
     if (sound(db, &judged, "sample")) visit(arg, &sample);
   }
+  free(runs.us);
+  freelocale(runs.plain);
+  return status;
+}
+
+enum swathe_status sw_db_samples(struct sw_db *db, const struct swathe_problem *problem,
+                                 swathe_sample_visit *visit, void *arg)
+{
+  struct sw_db_rows_problem asked;
+  sqlite3_stmt *statement = NULL;
+  enum swathe_status status = problem ? sw_db_rows_problem(problem, &asked) : SWATHE_OK;
+
+  if (status || !db->connection) return status;
+  pthread_mutex_lock(&db->mutex);
+  if (problem) status = sw_db_sql_begin(db, &statement, best_first_sql, "t", asked.text);
+  else status = sw_db_sql_begin(db, &statement, as_measured_sql, "");
+  if (!status) status = visit_samples(db, statement, visit, arg);
   sw_db_sql_end(statement, status);
   pthread_mutex_unlock(&db->mutex);
   return status;
