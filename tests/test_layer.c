@@ -33,11 +33,15 @@ void *realloc(void *memory, size_t bytes)
 #endif
 
 static struct swathe_context *context;
-static char cache[] = "/tmp/swathe-test-layer-XXXXXX";
+static char scratch[] = "/tmp/swathe-test-layer-XXXXXX";
+static const char *cache;  // of compiled kernels: $TEST_CACHE_DIR, kept, or in `scratch`
 
 static struct swathe_context *open_context(int32_t threads, enum swathe_mode mode)
 {
-  const struct swathe_options options = { .cache = cache, .threads = threads, .mode = mode };
+  char database[64];
+  snprintf(database, sizeof database, "%s/tuning.db", scratch);
+  const struct swathe_options options = { .database = database, .cache = cache, .threads = threads,
+                                          .mode = mode };
   struct swathe_context *opened = NULL;
   if (swathe_open(&options, &opened)) fail_msg("%s", swathe_error());
   return opened;
@@ -46,7 +50,9 @@ static struct swathe_context *open_context(int32_t threads, enum swathe_mode mod
 static int set_up(void **state)
 {
   (void)state;
-  if (!mkdtemp(cache)) return -1;
+  if (!mkdtemp(scratch)) return -1;
+  cache = getenv("TEST_CACHE_DIR");
+  if (!cache) cache = scratch;
   context = open_context(1, SWATHE_REPLAY);
   return 0;
 }
@@ -56,7 +62,7 @@ static int tear_down(void **state)
   char command[128];
   (void)state;
   swathe_close(context);
-  snprintf(command, sizeof command, "rm -rf %s", cache);
+  snprintf(command, sizeof command, "rm -rf %s", scratch);
   return system(command);
 }
 
