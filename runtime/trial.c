@@ -668,12 +668,6 @@ void sw_trial_free(struct sw_trial_bench *bench)
 
 // ---- Statistics ----------------------------------------------------------------------------------
 
-const char *sw_verdict_name(enum sw_verdict verdict)
-{
-  static const char *const names[] = { "ok", "wrong", "crash", "timeout", "compile" };
-  return names[verdict];
-}
-
 static int ascending(const void *a, const void *b)
 {
   const double x = *(const double *)a, y = *(const double *)b;

@@ -3,11 +3,9 @@
 #define SW_TRIAL_H
 
 #include "layer.h"
+#include "search.h"
 
 enum { SW_TRIAL_RUNS = 12 };
-
-enum sw_verdict { SW_VERDICT_OK, SW_VERDICT_WRONG, SW_VERDICT_CRASH, SW_VERDICT_TIMEOUT, SW_VERDICT_COMPILE };
-const char *sw_verdict_name(enum sw_verdict verdict);
 
 struct sw_trial_result {
   enum sw_verdict verdict;
