@@ -71,8 +71,8 @@ struct runs {
   locale_t plain;  // "C": rows are written with '.' whatever the caller's locale
 };
 
-// A list as sw_db_put_sample writes it, [12.5,12.75], of exactly `count` numbers.  Borrowed until the
-// next row.
+// A list as sw_db_put_sample writes it, [12.5,12.75], of exactly `count` numbers.  Borrowed until
+// the next row.
 static const double *take_runs(struct judged *judged, int column, int64_t count, struct runs *runs)
 {
   enum { MOST_DIGITS = 24 };  // of a number, with sign, point and exponent
@@ -156,11 +156,11 @@ static bool sound(const struct sw_db *db, const struct judged *judged, const cha
 // Parameters: 1 family, 2 kernel, 3 isa, 4 tokens per rank, 5 problem, 6 threads, 7 processor, 8
 // generator. The joins' order is given so that rows come from the index on (family,
 // tokens_per_rank) one by one and a visitor that stops early has not paid for the rest.
-#define FOUND                                                                                      \
-  "SELECT k.id, p.text, e.text, e.isa, e.processor, e.threads, k.config, k.ratio, k.complete,"     \
-  " k.written_at, (e.threads <> ?6) * 4 + (e.processor <> ?7) * 2 + (k.generator <> ?8) AS "       \
-  "strange"                                                                                        \
-  " FROM problem p CROSS JOIN pick k ON k.problem = p.id AND k.kernel = ?2"                        \
+#define FOUND                                                                                  \
+  "SELECT k.id, p.text, e.text, e.isa, e.processor, e.threads, k.config, k.ratio, k.complete," \
+  " k.written_at, (e.threads <> ?6) * 4 + (e.processor <> ?7) * 2 + (k.generator <> ?8) AS "   \
+  "strange"                                                                                    \
+  " FROM problem p CROSS JOIN pick k ON k.problem = p.id AND k.kernel = ?2"                    \
   " CROSS JOIN environment e ON e.id = k.environment AND e.isa = ?3 WHERE p.family = ?1"
 static const char exact_sql[] =
     FOUND " AND p.tokens_per_rank = ?4 AND p.text = ?5 AND e.threads = ?6"
@@ -181,8 +181,8 @@ struct question {
 struct cursor {
   sqlite3_stmt *statement;
   bool row;
-  double distance; // tokens_per_rank as a multiple of the question's, or its inverse; >= 1
-  int64_t strange; // how much else differs
+  double distance;  // tokens_per_rank as a multiple of the question's, or its inverse; >= 1
+  int64_t strange;  // how much else differs
   char problem[SW_PROBLEM_TEXT];
   struct sw_db_found found;
 };
@@ -326,6 +326,39 @@ enum swathe_status sw_db_known(struct sw_db *db, const struct sw_db_row *row,
   return status;
 }
 
+enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
+                              struct sw_db_held *held)
+{
+  static const char sql[] =
+      "SELECT k.id, k.config, k.ratio, k.complete, coalesce(s.noisy, 1) FROM pick k"
+      " JOIN problem p ON p.id = k.problem JOIN environment e ON e.id = k.environment"
+      " LEFT JOIN sample s ON s.id = k.sample WHERE p.text = ? AND k.kernel = ? AND e.text = ?";
+  struct sw_db_rows_problem problem;
+  struct sw_db_rows_environment environment;
+  sqlite3_stmt *statement = NULL;
+  bool there = false;
+
+  *held = (struct sw_db_held){ .found = false };
+  enum swathe_status status = sw_db_rows_problem(row->problem, &problem);
+  if (!status) status = sw_db_rows_environment(row->environment, &environment);
+  if (status || !db->connection) return status;
+  pthread_mutex_lock(&db->mutex);
+  status = sw_db_sql_begin(db, &statement, sql, "ttt", problem.text, row->kernel, environment.text);
+  if (!status) status = sw_db_sql_step(db, statement, &there);
+  if (!status && there) {
+    struct judged judged = { statement, NULL };
+    snprintf(held->config, sizeof held->config, "%s",
+             take_text(&judged, 1, SW_DB_CONFIG_BYTES, false));
+    held->ratio = take_number(&judged, 2, 1e-15);
+    held->complete = take_integer(&judged, 3, 0, 1) == 1;
+    held->quiet = take_integer(&judged, 4, 0, 1) == 0;
+    held->found = sound(db, &judged, "pick");
+  }
+  sw_db_sql_end(statement, status);
+  pthread_mutex_unlock(&db->mutex);
+  return status;
+}
+
 enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *arg)
 {
   static const char sql[] =
@@ -362,11 +395,11 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
   return status;
 }
 
-// Rows of one problem, best first; and of all, as they were measured.  Times are whole seconds, so the
-// second order ends with the row's number: nothing is chosen by it.
-#define SAMPLES                                                                                    \
-  "SELECT s.id, p.text, e.text, e.isa, e.processor, e.threads, s.kernel, s.config, s.verdict,"     \
-  " s.words, s.median_us, s.ratio, s.runs, s.runs_us, s.written_at, s.generator"                   \
+// Rows of one problem, best first; and of all, as they were measured.  Times are whole seconds, so
+// the second order ends with the row's number: nothing is chosen by it.
+#define SAMPLES                                                                                \
+  "SELECT s.id, p.text, e.text, e.isa, e.processor, e.threads, s.kernel, s.config, s.verdict," \
+  " s.words, s.median_us, s.ratio, s.runs, s.runs_us, s.written_at, s.generator"               \
   " FROM problem p JOIN sample s ON s.problem = p.id JOIN environment e ON e.id = s.environment"
 static const char best_first_sql[] =
     SAMPLES " WHERE p.text = ? ORDER BY s.kernel, s.verdict <> 'ok', s.ratio = 0, s.ratio,"

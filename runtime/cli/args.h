@@ -46,7 +46,7 @@
     "compute threads of each rank; default all processors, shared by the ranks of a run")          \
   X(CONFIG, "config", "TEXT", VERB,                                                                \
     "a point of the kernel's space, NAME=VALUE,...; default what a layer would use")               \
-  X(OUTPUT, "output", "FILE", VERB, "write the source to FILE instead of stdout")                  \
+  X(OUTPUT, "output", "FILE", VERB, "write to FILE instead of stdout")                  \
   X(MESSAGES, "messages", NULL, VERB, "also list every message of the exchange")                   \
   X(Q, "q", "FILE", VERB,                                                                          \
     "queries: float32 .npy, [tokens, heads, dim] or [batch, tokens, heads, dim]; heads and "       \

@@ -2,28 +2,7 @@
 #include "given.h"
 #include "report.h"
 
-#include <errno.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
-
-// Through a temporary name, so that FILE is never half a kernel.
-static enum cli_exit write_file(const char *path, const char *text)
-{
-  char *temporary = NULL;
-  if (asprintf(&temporary, "%s.%ld.tmp", path, (long)getpid()) < 0)
-    return cli_fail(CLI_FAILED, "out of memory");
-
-  FILE *file = fopen(temporary, "wb");
-  bool written = file && fputs(text, file) >= 0;
-  if (file && fclose(file)) written = false;
-  if (written && rename(temporary, path)) written = false;
-  const int reason = errno;
-  if (!written) unlink(temporary);
-  free(temporary);
-  return written ? CLI_OK
-                 : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
-}
 
 static enum cli_exit emit(const struct cli_args *args, const struct cli_given *given,
                           enum swathe_direction direction)
@@ -36,7 +15,7 @@ static enum cli_exit emit(const struct cli_args *args, const struct cli_given *g
                   args->value[CLI_CONFIG], &source);
   if (status) return cli_fail_library(status, "the %s kernel cannot be emitted", args->operand[0]);
 
-  if (output) code = write_file(output, source);
+  if (output) code = cli_report_file(output, source, strlen(source));
   if (!code && args->value[CLI_JSON])
     code =
         cli_report_json(json_pack("{s:s, s:s, s:o, s:s?, s:s?}", "verb", "emit", "kernel",

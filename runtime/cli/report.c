@@ -1,11 +1,13 @@
 // report.c: aligned tables, numbers with units and JSON.  See report.h.
 #include "report.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 struct cli_text cli_report_bytes(int64_t bytes)
 {
@@ -30,6 +32,48 @@ struct cli_text cli_report_time(double us)
   else if (us < 1e6) snprintf(text.text, sizeof text.text, "%.2f ms", us / 1e3);
   else snprintf(text.text, sizeof text.text, "%.2f s", us / 1e6);
   return text;
+}
+
+struct cli_text cli_report_number(int decimals, double value)
+{
+  struct cli_text text;
+  snprintf(text.text, sizeof text.text, "%.*f", decimals, value);
+  return text;
+}
+
+int cli_report_utf8(const char *text)
+{
+  static const uint32_t least[] = { 0, 0x20, 0xa0, 0x800, 0x10000 };  // by length
+  const unsigned char first = (unsigned char)*text;
+  const int length = first < 0x80 ? 1 : first < 0xc0 ? 0 : first < 0xe0 ? 2 : first < 0xf0 ? 3
+                     : first < 0xf8 ? 4 : 0;
+  uint32_t code = length < 2 ? first : first & (0x7fu >> length);
+
+  for (int i = 1; i < length; i++) {
+    if (((unsigned char)text[i] & 0xc0) != 0x80) return 0;
+    code = code << 6 | ((unsigned char)text[i] & 0x3f);
+  }
+  const bool surrogate = code >= 0xd800 && code < 0xe000;
+  const bool turns = (code >= 0x202a && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
+  const bool fine = code >= least[length] && code != 0x7f && code <= 0x10ffff;
+  return fine && !surrogate && !turns ? length : 0;
+}
+
+enum cli_exit cli_report_file(const char *path, const char *text, size_t size)
+{
+  char *temporary = NULL;
+  if (asprintf(&temporary, "%s.%ld.tmp", path, (long)getpid()) < 0)
+    return cli_fail(CLI_FAILED, "out of memory");
+
+  FILE *file = fopen(temporary, "wb");
+  bool written = file && fwrite(text, 1, size, file) == size;
+  if (file && fclose(file)) written = false;
+  if (written && rename(temporary, path)) written = false;
+  const int reason = errno;
+  if (!written) unlink(temporary);
+  free(temporary);
+  return written ? CLI_OK
+                 : cli_fail(CLI_FAILED, "%s cannot be written: %s", path, strerror(reason));
 }
 
 // ---- Tables -------------------------------------------------------------------------------------

@@ -12,6 +12,14 @@ struct cli_text { char text[64]; };
 struct cli_text cli_report_bytes(int64_t bytes);
 // "812 us", "1.2 ms", "3.4 s".
 struct cli_text cli_report_time(double us);
+struct cli_text cli_report_number(int decimals, double value);
+
+// Bytes of the character at `text` if it is UTF-8 and neither controls a terminal nor turns the
+// direction of writing; else 0.  A text of the database may hold anything.
+int cli_report_utf8(const char *text);
+
+// Writes through a temporary name, so that the file is never half of the text.
+enum cli_exit cli_report_file(const char *path, const char *text, size_t size);
 
 // A table whose columns fit their cells.  `align` has a letter per column: l or r.  Cells are added
 // in reading order; printing frees them.
