@@ -6,6 +6,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "layer.h"
+
 struct member {
   const struct group_case *group;
   struct sequence *sequence;
@@ -42,6 +44,19 @@ static enum swathe_status play(struct member *member, struct swathe_layer *layer
   return status;
 }
 
+// Leaves the layer's buffers as another micro-batch does.
+static enum swathe_status play_before(const struct member *member, struct swathe_layer *layer)
+{
+  const struct group_case *group = member->group;
+  struct share *share = share_make(member->sequence, group->before, member->rank, group->form);
+  if (!share) return SWATHE_BAD_SHARDING;
+  enum swathe_status status = swathe_layer_shard(layer, group->before);
+  if (!status) status = swathe_layer_forward(layer, &share->tensors, NULL);
+  if (!status) status = swathe_layer_backward(layer, &share->tensors, NULL);
+  share_free(share);
+  return status;
+}
+
 static void *be_rank(void *arg)
 {
   struct member *member = arg;
@@ -50,7 +65,12 @@ static void *be_rank(void *arg)
   struct swathe_transport *transport =
       member->threads ? swathe_threads_rank(member->threads, member->rank) : NULL;
 
-  member->status = swathe_layer_create(group->context, group->problem, transport, &layer);
+  if (group->configs)
+    member->status =
+        sw_layer_create(group->context, group->problem, transport, group->configs, 3, &layer);
+  else
+    member->status = swathe_layer_create(group->context, group->problem, transport, &layer);
+  if (!member->status && group->before) member->status = play_before(member, layer);
   if (!member->status) member->status = play(member, layer);
   if (member->status) {
     snprintf(member->words, sizeof member->words, "%s", swathe_error());

@@ -1,6 +1,6 @@
 // group.h: a group of ranks as threads, each with a layer over its share of one sequence.
 //
-// Knows the public header and sequence.h only.
+// Knows the public header, sequence.h and of the library's inside how a layer is given its configs.
 #ifndef GROUP_H
 #define GROUP_H
 
@@ -12,7 +12,9 @@ struct group_case {
   struct swathe_context *context;
   const struct swathe_problem *problem;
   const struct swathe_sharding *sharding;
+  const struct swathe_sharding *before;  // or NULL: a forward and a backward under it come first
   struct share_form form;
+  const char *const *configs;  // [2] by direction, or NULL: what the layer chooses
   const char *script;
   bool keep_halo;     // pass a halo buffer from forward to backward
   double deadline_s;  // 0: 20 s

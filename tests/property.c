@@ -25,7 +25,10 @@ struct field {
   int64_t least;
   const char *const *names;  // the values' names, or NULL
   int64_t name_count;
-  bool per_document, fixed;  // fixed: shrinking leaves it alone
+  bool per_document;
+  bool fixed;           // shrinking leaves it alone
+  bool all_or_nothing;  // shrinking tries the least value only
+  bool may_be_less;     // an unlimited window, a negative scale
 };
 
 #define MEMBER(member)     .name = #member, .offset = offsetof(struct property, member)
@@ -33,6 +36,7 @@ struct field {
 
 // In the order in which shrinking tries them: what makes the rest cheaper and plainer first.
 static const struct field fields[] = {
+  { MEMBER(config), .all_or_nothing = true },
   { MEMBER(optimised) },
   { MEMBER(isa), NAMED(property_isas, PROPERTY_ISAS) },
   { MEMBER(probe), NAMED(property_probes, PROPERTY_PROBES) },
@@ -49,15 +53,17 @@ static const struct field fields[] = {
   { MEMBER(softcap) },
   { MEMBER(sinks) },
   { MEMBER(bf16) },
+  { MEMBER(narrow_home) },
   { MEMBER(gain), .least = 1 },
   { MEMBER(sink) },
-  { MEMBER(scale) },
-  { MEMBER(right) },
-  { MEMBER(left) },
+  { MEMBER(scale), .may_be_less = true },
+  { MEMBER(right), .may_be_less = true },
+  { MEMBER(left), .may_be_less = true },
   { MEMBER(dim_qk), .least = 1 },
   { MEMBER(dim_v), .least = 1 },
   { MEMBER(pieces), .least = 1 },
   { MEMBER(row_gap) },
+  { MEMBER(before) },
   { MEMBER(keep_halo) },
   { MEMBER(head_major) },
   { MEMBER(gap) },
@@ -212,6 +218,7 @@ void property_draw_problem(uint64_t *state, struct property *p)
   p->kv_heads = chance(state, 60) ? between(state, 1, most_heads < 2 ? most_heads : 2)
                                   : between(state, 1, most_heads);
   if (p->gqa == 8 && chance(state, 6)) p->kv_heads = 8;
+  p->narrow_home = chance(state, 20);
   p->softcap = p->softcap ? between(state, 1, 50) : 0;
   p->scale = chance(state, 25) ? (int64_t)(usual_scale * (double)between(state, -10, 20) / 10) : 0;
 }
@@ -230,6 +237,7 @@ void property_draw_data(uint64_t *state, struct property *p)
   p->gap = chance(state, 40) ? between(state, 1, 5) : 0;
   p->keep_halo = chance(state, 50);
   p->script = chance(state, 60) ? 0 : property_random(state, SCRIPTS);
+  p->before = chance(state, 25);
   p->seed = property_random(state, 1000000000);
   p->probe = draw_probe(state, p);
 }
@@ -255,6 +263,7 @@ struct swathe_problem property_problem(const struct property *p)
   problem.window_left = p->left < 0 ? SWATHE_UNLIMITED : p->left;
   problem.window_right = p->right < 0 ? SWATHE_UNLIMITED : p->right;
   problem.dtype = p->bf16 ? SWATHE_BF16 : SWATHE_F32;
+  problem.halo_gradient = p->narrow_home ? SWATHE_BF16 : SWATHE_F32;
   problem.sinks = p->sinks != 0;
   problem.softcap = (double)p->softcap;
   problem.scale = (double)p->scale / 1000;
@@ -428,9 +437,13 @@ bool property_parse(const char *text, struct property *property, char *words, si
     } while (*rest == ',');
     text = rest;
   }
-  const bool sound = property->documents >= 0 && property->documents <= PROPERTY_DOCUMENTS &&
-                     property->ranks > 0 && property->pieces > 0 && property->kv_heads > 0;
-  if (!sound) snprintf(words, size, "documents, ranks, pieces or kv_heads are out of range");
+  bool sound = property->documents >= 0 && property->documents <= PROPERTY_DOCUMENTS &&
+               property->ranks <= PROPERTY_RANKS;
+  for (int f = 0; f < FIELDS && sound; f++)
+    for (int64_t i = 0; i < cells(property, &fields[f]); i++)
+      sound =
+          sound && (fields[f].may_be_less || value_of(property, &fields[f], i) >= fields[f].least);
+  if (!sound) snprintf(words, size, "a value is out of range");
   return sound;
 }
 
@@ -483,7 +496,7 @@ static bool lower_cell(struct shrinking *shrinking, const struct field *field, i
                               value > field->least ? value - 1 : value + 1 };
     bool lowered = false;
     if (value == field->least) return any;
-    for (int i = 0; i < 3 && !lowered; i++) {
+    for (int i = 0; i < (field->all_or_nothing ? 1 : 3) && !lowered; i++) {
       struct property smaller = *shrinking->best;
       if (tries[i] == value || (i && tries[i] == field->least)) continue;
       *cell(&smaller, field, index) = tries[i];

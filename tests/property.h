@@ -8,7 +8,7 @@
 
 #include "swathe.h"
 
-enum { PROPERTY_DOCUMENTS = 8, PROPERTY_TEXT = 2048 };
+enum { PROPERTY_DOCUMENTS = 8, PROPERTY_RANKS = 64, PROPERTY_TEXT = 2048 };
 
 enum property_isa { PROPERTY_BEST, PROPERTY_AVX2, PROPERTY_GENERIC, PROPERTY_ISAS };
 extern const char *const property_isas[PROPERTY_ISAS];  // "best", "avx2", "generic"
@@ -31,10 +31,12 @@ struct property {
   int64_t left, right;     // windows; -1: unlimited
   int64_t bf16, sinks;     // 0 or 1
   int64_t softcap;         // 0: off; kernels depend on whether, not on how much
+  int64_t config;          // 0: the default; else which of the space's configs
   int64_t isa, optimised;  // optimised 0: compiled without optimisation
   // what else the problem says
   int64_t kv_heads;
-  int64_t scale;  // thousandths; 0: the problem's default
+  int64_t narrow_home;  // 1: the halo's gradients travel as bf16
+  int64_t scale;        // thousandths; 0: the problem's default
   // what a layer is given
   int64_t gain, sink;  // factor of q; sinks are uniform in [-sink, sink]
   int64_t batch, layout, ranks;
@@ -46,7 +48,8 @@ struct property {
       row_gap;  // SWATHE_SPANS: most pieces of a document, most padding rows before a piece
   int64_t head_major, gap;  // see struct share_form
   int64_t keep_halo, script, probe;
-  int64_t seed;  // of the values and of how spans are cut and dealt
+  int64_t before;  // 1: the layer ran another layout of the same documents first
+  int64_t seed;    // of the values and of how spans are cut and dealt
 };
 
 // Uniform in [0, below).

@@ -99,12 +99,50 @@ static struct swathe_context *context_of(int64_t isa, bool optimised, int thread
   return *context;
 }
 
+// Keeps one of the configs it is shown, each as likely as the others.
+struct lottery {
+  uint64_t state;
+  int64_t shown;
+  char config[512];
+};
+
+static bool show_config(void *arg, const char *config)
+{
+  struct lottery *lottery = arg;
+  if (property_random(&lottery->state, ++lottery->shown) == 0)
+    snprintf(lottery->config, sizeof lottery->config, "%s", config);
+  return true;
+}
+
+// [2] configs of the case's kernels, good until the next call for other kernels.  NULL:
+// swathe_error().
+static const char *const *configs_of(const struct property *property)
+{
+  static struct property last;  // what a kernel is made from
+  static struct lottery lotteries[2];
+  static const char *const configs[] = { lotteries[0].config, lotteries[1].config };
+  struct property kernel = { 0 };
+  const struct swathe_problem problem = property_problem(property);
+
+  memcpy(&kernel, property, offsetof(struct property, kv_heads));
+  if (!memcmp(&last, &kernel, sizeof last)) return configs;
+  last = (struct property){ 0 };
+  for (int d = 0; d < 2; d++) {
+    lotteries[d] = (struct lottery){ .state = (uint64_t)(2 * property->config + d) };
+    if (swathe_configs(context_of(property->isa, property->optimised, 1), &problem,
+                       (enum swathe_direction)d, false, show_config, NULL, &lotteries[d]))
+      return NULL;
+  }
+  last = kernel;
+  return configs;
+}
+
 // ---- One case ----------------------------------------------------------------------------------
 
 struct trial {
   const struct property *property;
   struct swathe_problem problem;
-  struct property_sharding *sharding;
+  struct property_sharding *sharding, *before;
   struct sequence *sequence;
   struct group_case group;
 };
@@ -120,6 +158,9 @@ static void set_up_trial(struct trial *trial, const struct property *property)
   trial->property = property;
   trial->problem = property_problem(property);
   trial->sharding = property_sharding_make(property);
+  struct property other = *property;
+  other.layout = property->layout == SWATHE_CONTIGUOUS ? SWATHE_ZIGZAG : SWATHE_CONTIGUOUS;
+  trial->before = property_sharding_make(&other);
   trial->sequence = sequence_make(&trial->problem, &trial->sharding->view, (uint64_t)property->seed,
                                   (double)property->gain);
   for (int h = 0; trial->problem.sinks && h < trial->problem.q_heads; h++)
@@ -127,6 +168,7 @@ static void set_up_trial(struct trial *trial, const struct property *property)
   trial->group = (struct group_case){
     .problem = &trial->problem,
     .sharding = &trial->sharding->view,
+    .before = property->before ? &trial->before->view : NULL,
     .form = { .head_major = property->head_major != 0, .gap = property->gap },
     .script = property_scripts[property->script],
     .keep_halo = property->keep_halo != 0,
@@ -137,6 +179,7 @@ static void tear_down_trial(struct trial *trial)
 {
   sequence_free(trial->sequence);
   property_sharding_free(trial->sharding);
+  property_sharding_free(trial->before);
 }
 
 // The limits of `swathe run --check`, where scores are large grown with them: in fp32 their
@@ -148,19 +191,91 @@ static struct sequence_tolerance tolerance_of(const struct property *property)
   const double scale = property->scale ? fabs((double)property->scale) / 1000 : usual;
   const double gain = fmax(1, (double)property->gain * scale / usual);
   const double tie = fmax(1, (double)property->gain * scale * 8);
-  return property->bf16 ? (struct sequence_tolerance){ 2e-2, 1e-3, 2e-2 * tie }
-                        : (struct sequence_tolerance){ 2e-5 * gain, 2e-5 * gain, 1e-4 * gain };
+  struct sequence_tolerance tolerance = { 2e-5 * gain, 2e-5 * gain, 1e-4 * gain };
+  if (property->bf16) tolerance = (struct sequence_tolerance){ 2e-2, 1e-3, 2e-2 * tie };
+  if (property->narrow_home)
+    tolerance.gradient = 4e-2 * tie;  // each rank's sum is rounded once more
+  return tolerance;
 }
 
-// Forward moves the halo; backward the gradients of its keys in fp32, and the halo again if it was
-// not kept.
+// Where every token of the packed row lives and how far its document reaches; owner -1: padding.
+struct home {
+  int64_t owner, begin, end;
+};
+
+static bool find_homes(const struct trial *trial, struct home *homes)
+{
+  const struct property *p = trial->property;
+  const int64_t tokens = property_tokens(p), documents = p->documents ? p->documents : 1;
+  struct swathe_span *spans = calloc((size_t)(tokens + 1), sizeof *spans);
+  bool found = true;
+
+  for (int64_t t = 0; t < tokens; t++) homes[t] = (struct home){ .owner = -1 };
+  for (int32_t rank = 0; rank < p->ranks && found; rank++) {
+    int64_t count = 0;
+    found = !swathe_sharding_spans(&trial->sharding->view, rank, spans, tokens, &count);
+    for (int64_t s = 0; s < count && found; s++)
+      for (int64_t i = 0; i < spans[s].tokens; i++) homes[spans[s].token + i].owner = rank;
+  }
+  for (int64_t d = 0; d < documents; d++) {
+    const int64_t begin = trial->sharding->padded[d];
+    const int64_t end = p->documents ? begin + p->lengths[d] : tokens;
+    for (int64_t t = begin; t < end; t++) homes[t].begin = begin, homes[t].end = end;
+  }
+  free(spans);
+  return found;
+}
+
+// The halo by its definition: every key of another rank that some query of the rank sees, once.
+static void count_halo(const struct property *p, const struct home *homes, int64_t *received,
+                       int64_t *sent)
+{
+  const int64_t tokens = property_tokens(p);
+  for (int64_t key = 0; key < tokens; key++) {
+    bool seen[PROPERTY_RANKS] = { false };
+    if (homes[key].owner < 0) continue;
+    for (int64_t query = homes[key].begin; query < homes[key].end; query++)
+      if ((p->left < 0 || query - key <= p->left) && (p->right < 0 || key - query <= p->right))
+        seen[homes[query].owner] = true;
+    for (int64_t rank = 0; rank < p->ranks; rank++)
+      if (seen[rank] && rank != homes[key].owner) {
+        received[rank]++;
+        sent[homes[key].owner]++;
+      }
+  }
+}
+
+static bool plan_is_exact(const struct trial *trial, const struct swathe_traffic *traffic,
+                          char *words, size_t size)
+{
+  const struct property *p = trial->property;
+  struct home *homes = calloc((size_t)property_tokens(p) + 1, sizeof *homes);
+  int64_t received[PROPERTY_RANKS] = { 0 }, sent[PROPERTY_RANKS] = { 0 };
+  const bool found = find_homes(trial, homes);
+
+  if (found) count_halo(p, homes, received, sent);
+  free(homes);
+  if (!found) snprintf(words, size, "no spans: %s", swathe_error());
+  for (int64_t r = 0; r < p->ranks && found; r++)
+    if (traffic[r].halo_tokens != received[r] || traffic[r].send_tokens != sent[r]) {
+      snprintf(words, size,
+               "rank %" PRId64 " plans to receive %" PRId64 " and send %" PRId64
+               " tokens, not %" PRId64 " and %" PRId64,
+               r, traffic[r].halo_tokens, traffic[r].send_tokens, received[r], sent[r]);
+      return false;
+    }
+  return found;
+}
+
+// Forward moves the halo; backward the gradients of its keys in fp32, or as the problem says, and
+// the halo again if it was not kept.
 static bool moves_the_halo(const struct trial *trial, const int64_t *moved, char *words,
                            size_t size)
 {
   const struct swathe_problem *p = &trial->problem;
   const int64_t elems =
       (int64_t)p->kv_heads * (p->head_dim_qk + p->head_dim_v) * trial->property->batch;
-  struct swathe_traffic traffic[64];
+  struct swathe_traffic traffic[PROPERTY_RANKS];
   int64_t forwards = 0, backwards = 0;
 
   for (const char *step = trial->group.script; *step; step++) {
@@ -171,9 +286,10 @@ static bool moves_the_halo(const struct trial *trial, const int64_t *moved, char
     snprintf(words, size, "no plan: %s", swathe_error());
     return false;
   }
+  if (!plan_is_exact(trial, traffic, words, size)) return false;
   for (int64_t r = 0; r < trial->property->ranks; r++) {
     const int64_t halo = traffic[r].halo_tokens * elems * (p->dtype == SWATHE_BF16 ? 2 : 4);
-    const int64_t home = traffic[r].send_tokens * elems * 4;
+    const int64_t home = traffic[r].send_tokens * elems * (p->halo_gradient == SWATHE_BF16 ? 2 : 4);
     const int64_t want =
         forwards * halo + backwards * (home + (trial->property->keep_halo ? 0 : halo));
     if (traffic[r].receive_bytes == halo && moved[r] == want) continue;
@@ -186,7 +302,7 @@ static bool moves_the_halo(const struct trial *trial, const int64_t *moved, char
 
 static bool equals_the_reference(struct trial *trial, char *words, size_t size)
 {
-  int64_t moved[64] = { 0 };
+  int64_t moved[PROPERTY_RANKS] = { 0 };
   sequence_solve_rounded(trial->sequence);
   return !group_run(&trial->group, trial->sequence, moved, words, size) &&
          sequence_compare(trial->sequence, true, tolerance_of(trial->property), words, size) &&
@@ -365,8 +481,9 @@ static bool is_right(const struct property *property, char *words, size_t size)
   snprintf(line, sizeof line, "test_property --case \"%s\"\n", text);
   set_up_trial(&trial, property);
   trial.group.context = context_of(property->isa, property->optimised, 1);
-  if (!trial.group.context) {
-    snprintf(words, size, "no context: %s", swathe_error());
+  if (trial.group.context && property->config) trial.group.configs = configs_of(property);
+  if (!trial.group.context || (property->config && !trial.group.configs)) {
+    snprintf(words, size, "no context or config: %s", swathe_error());
     tear_down_trial(&trial);
     return false;
   }
@@ -451,10 +568,13 @@ static void watch_crashes(void)
   X("gaps between heads", p->gap)                                                  \
   X("halo kept", p->keep_halo)                                                     \
   X("replayed forward", p->script == 1)                                            \
+  X("ran before", p->before)                                                       \
   X("sharded anew", p->script == 2)                                                \
   X("isa best", p->isa == PROPERTY_BEST)                                           \
   X("isa avx2", p->isa == PROPERTY_AVX2)                                           \
   X("isa generic", p->isa == PROPERTY_GENERIC)                                     \
+  X("narrow gradients", p->narrow_home && p->ranks > 1)                            \
+  X("config of its own", p->config)                                                \
   X("optimised", p->optimised)                                                     \
   X("isolation", p->probe == PROPERTY_ISOLATE)                                     \
   X("threads", p->probe == PROPERTY_THREADS)                                       \
@@ -501,12 +621,13 @@ static void print_coverage(const struct coverage *coverage)
 }
 
 // One kernel pair in nine is for AVX2, one for plain vectors; one in eight is compiled as users'
-// kernels are.
+// kernels are, one in four has a config that is not the default.
 static void draw_kernel(uint64_t *state, int64_t index, struct property *kernel)
 {
   property_draw_kernel(state, kernel);
   kernel->isa = index % 9 == 3 ? PROPERTY_AVX2 : index % 9 == 7 ? PROPERTY_GENERIC : PROPERTY_BEST;
   kernel->optimised = index % 8 == 0;
+  if (index % 4 == 1) kernel->config = 1 + property_random(state, 999);
   if (!context_of(kernel->isa, kernel->optimised, 1)) kernel->isa = PROPERTY_GENERIC;
 }
 
@@ -585,9 +706,9 @@ static void a_line_is_the_case(void **state)
     assert_memory_equal(&property, &again, sizeof property);
   }
   static const char *const senseless[] = {
-    "gqa",          "gqa=",    "gqa=x",       "colour=3",
-    "layout=round", "ranks=0", "documents=9", "lengths=1,2,3,4,5,6,7,8,9",
-    "gqa=1,2"
+    "gqa",          "gqa=",     "gqa=x",       "colour=3",
+    "layout=round", "ranks=0",  "documents=9", "lengths=1,2,3,4,5,6,7,8,9",
+    "gqa=1,2",      "ranks=65", "tail=-1"
   };
   for (size_t i = 0; i < sizeof senseless / sizeof *senseless; i++) {
     struct property property;
@@ -649,10 +770,15 @@ static int by_hand(int argc, char **argv)
   uint64_t seed = CI_SEED;
   int64_t cases = CI_CASES;
   const char *one = NULL;
-  for (int i = 1; i + 1 < argc; i += 2) {
-    if (!strcmp(argv[i], "--case")) one = argv[i + 1];
-    if (!strcmp(argv[i], "--seed")) seed = strtoull(argv[i + 1], NULL, 10);
-    if (!strcmp(argv[i], "--cases")) cases = strtoll(argv[i + 1], NULL, 10);
+  for (int i = 1; i < argc; i += 2) {
+    const char *value = i + 1 < argc ? argv[i + 1] : NULL;
+    if (value && !strcmp(argv[i], "--case")) one = value;
+    else if (value && !strcmp(argv[i], "--seed")) seed = strtoull(value, NULL, 10);
+    else if (value && !strcmp(argv[i], "--cases")) cases = strtoll(value, NULL, 10);
+    else {
+      fprintf(stderr, "usage: test_property [--seed N] [--cases N] | --case \"...\"\n");
+      return 2;
+    }
   }
   if (!open_root()) return 2;
   watch_crashes();
