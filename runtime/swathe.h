@@ -388,13 +388,14 @@ SWATHE_API enum swathe_status swathe_db_list(struct swathe_context *context, swa
 
 struct swathe_sample {
   const char *problem, *kernel, *environment, *config;
-  const char *verdict;           // ok, wrong, compile, crash, timeout
+  const char *verdict;           // ok, wrong, compile, crash, timeout, oom (wants too much memory)
   const char *words;             // why, or ""
   double median_us, ratio;       // ratio to the default in the same run; 0 when not measured
   int64_t runs;
   const double *runs_us;         // [runs], every timing
   const char *when;
   const char *generator;         // as in swathe_pick: samples of other kernels do not compare
+  bool noisy;                    // others used the machine meanwhile
 };
 typedef void swathe_sample_visit(void *arg, const struct swathe_sample *sample);
 // Every sample of the problem, best first.

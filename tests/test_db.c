@@ -191,7 +191,7 @@ static enum swathe_status put_sample(struct sw_db *db, const char *config, const
   const struct swathe_problem problem = problem_of("");
   const struct sw_db_row row = { &problem, "forward", &here, config };
   const double runs[] = { 1.5, 2.25, 1e-3 };
-  const struct sw_db_sample sample = { verdict, "why\n\x1b[31m", runs, runs, 3, 1.5, ratio };
+  const struct sw_db_sample sample = { verdict, "why\n\x1b[31m", runs, runs, 3, 1.5, ratio, false };
   return sw_db_put_sample(db, session_of(db), &row, &sample);
 }
 
@@ -465,7 +465,7 @@ static void a_pick_replaces_the_one_before_and_knows_its_sample(void **state)
   assert_string_equal(find(db, "", &here), "[a=2] ");
   struct sw_db_state found;
   assert_int_equal(sw_db_state(db, &found), SWATHE_OK);
-  assert_int_equal(found.schema_version, 1);
+  assert_int_equal(found.schema_version, 2);
   assert_int_equal(found.picks, 1);
   assert_int_equal(found.samples, 3);
   sw_db_close(db);
@@ -690,9 +690,9 @@ static void files_that_are_not_ours_are_refused_and_left_alone(void **state)
     { "PRAGMA application_id = 0", "another program" },
     { "PRAGMA user_version = 0", "version 0" },
     { "PRAGMA user_version = -3", "version -3" },
-    { "PRAGMA user_version = 2; UPDATE meta SET value = 'swathe 7.1.0'",
+    { "PRAGMA user_version = 3; UPDATE meta SET value = 'swathe 7.1.0'",
       "written by swathe 7.1.0" },
-    { "PRAGMA user_version = 2; DROP TABLE meta; CREATE VIEW meta AS SELECT 'written_by' AS name, "
+    { "PRAGMA user_version = 3; DROP TABLE meta; CREATE VIEW meta AS SELECT 'written_by' AS name, "
       "'x' AS value",
       "a newer swathe" },
     { "PRAGMA writable_schema = 1; UPDATE sqlite_schema SET sql = 'CREATE TABLE pick (x)' WHERE "
@@ -846,8 +846,80 @@ static void an_empty_file_is_version_0_and_is_brought_up(void **state)
     db = open_db(in_place(name), SW_DB_WRITE);
     put_pick(db, "", &here, "a=1");
     sw_db_close(db);
-    assert_int_equal(ask(in_place(name), "PRAGMA user_version"), 1);
+    assert_int_equal(ask(in_place(name), "PRAGMA user_version"), 2);
   }
+}
+
+// What version 1 had in place of today's samples, with the rows that are there.
+static const char back_to_version_1[] =
+    "CREATE TABLE kept AS SELECT * FROM sample; DROP TABLE sample;"
+    "CREATE TABLE sample (id INTEGER PRIMARY KEY NOT NULL,"
+    " session INTEGER NOT NULL REFERENCES session (id),"
+    " problem INTEGER NOT NULL REFERENCES problem (id),"
+    " kernel TEXT NOT NULL CHECK (length(kernel) BETWEEN 1 AND 63),"
+    " environment INTEGER NOT NULL REFERENCES environment (id), generator TEXT NOT NULL,"
+    " config TEXT NOT NULL CHECK (length(config) <= 511),"
+    " verdict TEXT NOT NULL CHECK (verdict IN ('ok', 'wrong', 'compile', 'crash', 'timeout')),"
+    " words TEXT NOT NULL, runs_us TEXT NOT NULL, default_runs_us TEXT,"
+    " runs INTEGER NOT NULL CHECK (runs BETWEEN 0 AND 1000000),"
+    " median_us REAL NOT NULL CHECK (median_us BETWEEN 0 AND 1e15),"
+    " ratio REAL NOT NULL CHECK (ratio BETWEEN 0 AND 1e15), written_at TEXT NOT NULL);"
+    "CREATE INDEX sample_by_config ON sample (problem, kernel, environment, config);"
+    "CREATE INDEX sample_by_session ON sample (session);"
+    "INSERT INTO sample SELECT id, session, problem, kernel, environment, generator, config,"
+    " verdict, words, runs_us, default_runs_us, runs, median_us, ratio, written_at FROM kept;"
+    "DROP TABLE kept; PRAGMA user_version = 1";
+
+static void version_1_is_brought_up_by_a_writer(void **state)
+{
+  (void)state;
+  const char *path = in_place("version1.db");
+  struct sw_db *db = open_db(path, SW_DB_WRITE);
+  assert_int_equal(put_sample(db, "a=2", "crash", 0), SWATHE_OK);
+  assert_int_equal(put_sample(db, "a=1", "ok", 1), SWATHE_OK);
+  put_pick(db, "", &here, "a=1");
+  sw_db_close(db);
+  plant(path, back_to_version_1);
+
+  assert_int_equal(sw_db_open(path, SW_DB_READ, &db), SWATHE_DATABASE);
+  assert_non_null(strstr(swathe_error(), "has version 1"));
+  assert_int_equal(ask(path, "PRAGMA user_version"), 1);
+
+  db = open_db(path, SW_DB_WRITE);
+  assert_string_equal(find(db, "", &here), "[a=1] ");
+  assert_int_equal(put_sample(db, "a=3", "oom", 0), SWATHE_OK);
+  sw_db_close(db);
+  assert_int_equal(ask(path, "PRAGMA user_version"), 2);
+  assert_int_equal(ask(path, "SELECT count(*) FROM sample WHERE noisy = 0"), 3);
+  assert_int_equal(ask(path, "SELECT s.config = 'a=1' FROM pick k JOIN sample s ON s.id = k.sample"),
+                   1);
+  assert_int_equal(ask(path, "SELECT count(*) FROM pragma_foreign_key_check"), 0);
+}
+
+// A pick rests on the newest good sample of its config.
+static void a_pick_is_as_quiet_as_its_sample(void **state)
+{
+  (void)state;
+  struct sw_db *db = open_db(in_place("quiet.db"), SW_DB_WRITE);
+  const struct swathe_problem problem = problem_of("");
+  const double us = 1;
+  const struct sw_db_row row = {
+    .problem = &problem, .kernel = "forward", .environment = &here, .config = "a=1"
+  };
+  struct sw_db_held held;
+  assert_int_equal(sw_db_held(db, &row, &held), SWATHE_OK);
+  assert_false(held.found);
+  for (int noisy = 1; noisy >= 0; noisy--) {
+    const struct sw_db_sample sample = { .verdict = "ok", .words = "", .runs_us = &us, .runs = 1,
+                                         .median_us = 1, .ratio = 1, .noisy = noisy };
+    assert_int_equal(sw_db_put_sample(db, session_of(db), &row, &sample), SWATHE_OK);
+    put_pick(db, "", &here, "a=1");
+    assert_int_equal(sw_db_held(db, &row, &held), SWATHE_OK);
+    assert_true(held.found && held.complete);
+    assert_string_equal(held.config, "a=1");
+    assert_int_equal(held.quiet, !noisy);
+  }
+  sw_db_close(db);
 }
 
 // ---- Places that cannot be written --------------------------------------------------------------
@@ -953,7 +1025,7 @@ static void a_full_disk_is_said_and_leaves_the_file_sound(void **state)
     const struct swathe_problem problem = problem_of("");
     const struct sw_db_row row = { &problem, "forward", &here, "a=1" };
     static double runs[2000];
-    const struct sw_db_sample sample = { "ok", "", runs, NULL, 2000, 1, 1 };
+    const struct sw_db_sample sample = { "ok", "", runs, NULL, 2000, 1, 1, false };
     enum swathe_status status = SWATHE_OK;
     signal(SIGXFSZ, SIG_IGN);
     if (setrlimit(RLIMIT_FSIZE, &limit) || sw_db_open(path, SW_DB_WRITE, &db)) _exit(98);
@@ -1095,6 +1167,8 @@ int main(void)
     cmocka_unit_test(writers_look_at_every_page),
     cmocka_unit_test(readers_leave_what_a_killed_writer_left),
     cmocka_unit_test(an_empty_file_is_version_0_and_is_brought_up),
+    cmocka_unit_test(version_1_is_brought_up_by_a_writer),
+    cmocka_unit_test(a_pick_is_as_quiet_as_its_sample),
     cmocka_unit_test(read_only_places_can_be_read),
     cmocka_unit_test(a_network_without_locks_can_be_read),
     cmocka_unit_test(a_full_disk_is_said_and_leaves_the_file_sound),

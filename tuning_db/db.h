@@ -41,6 +41,7 @@ struct sw_db_sample {
   const double *default_runs_us;  // the paired timing of the default; NULL when not paired
   int64_t runs;
   double median_us, ratio;
+  bool noisy;                     // others used the machine meanwhile
 };
 enum swathe_status sw_db_put_sample(struct sw_db *db, int64_t session, const struct sw_db_row *row,
                                     const struct sw_db_sample *sample);
@@ -70,6 +71,17 @@ typedef void sw_db_known_visit(void *arg, const char *config, const char *verdic
                                double ratio);
 enum swathe_status sw_db_known(struct sw_db *db, const struct sw_db_row *row, sw_db_known_visit *visit,
                                void *arg);
+
+// The pick of this very row (its config aside), for the tuner; only of a database open for writing.
+// `found` is false if there is none.
+struct sw_db_held {
+  bool found;
+  char config[512];
+  double ratio;
+  bool complete;
+  bool quiet;                     // the sample it rests on is not noisy
+};
+enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row, struct sw_db_held *held);
 
 enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *arg);
 // `problem` NULL: of every problem, in the order of swathe_db_samples; else best first.

@@ -347,8 +347,7 @@ enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
   if (!status) status = sw_db_sql_step(db, statement, &there);
   if (!status && there) {
     struct judged judged = { statement, NULL };
-    snprintf(held->config, sizeof held->config, "%s",
-             take_text(&judged, 1, SW_DB_CONFIG_BYTES, false));
+    strcpy(held->config, take_text(&judged, 1, SW_DB_CONFIG_BYTES, false));
     held->ratio = take_number(&judged, 2, 1e-15);
     held->complete = take_integer(&judged, 3, 0, 1) == 1;
     held->quiet = take_integer(&judged, 4, 0, 1) == 0;
@@ -399,7 +398,7 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
 // the second order ends with the row's number: nothing is chosen by it.
 #define SAMPLES                                                                                \
   "SELECT s.id, p.text, e.text, e.isa, e.processor, e.threads, s.kernel, s.config, s.verdict," \
-  " s.words, s.median_us, s.ratio, s.runs, s.runs_us, s.written_at, s.generator"               \
+  " s.words, s.median_us, s.ratio, s.runs, s.runs_us, s.written_at, s.generator, s.noisy"      \
   " FROM problem p JOIN sample s ON s.problem = p.id JOIN environment e ON e.id = s.environment"
 static const char best_first_sql[] =
     SAMPLES " WHERE p.text = ? ORDER BY s.kernel, s.verdict <> 'ok', s.ratio = 0, s.ratio,"
@@ -432,6 +431,7 @@ static enum swathe_status visit_samples(struct sw_db *db, sqlite3_stmt *statemen
       .when = take_when(&judged, 14),
       .generator = take_text(&judged, 15, SW_DB_GENERATOR_BYTES, false),
     };
+    sample.noisy = take_integer(&judged, 16, 0, 1) == 1;
     sample.runs_us = take_runs(&judged, 13, sample.runs, &runs);
     if (sound(db, &judged, "sample")) visit(arg, &sample);
   }

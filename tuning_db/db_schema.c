@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { APPLICATION_ID = 0x53575448 }; // "SWTH"
+enum { APPLICATION_ID = 0x53575448 };  // "SWTH"
 
 // schema.sql, embedded by the build.
 struct sw_embedded {
@@ -18,11 +18,44 @@ struct sw_embedded {
 };
 extern const struct sw_embedded sw_schema_texts[];
 
+// Version 2: samples may be noisy, and candidates may want too much memory.  What picks refer to
+// is gone for a moment and comes back under the same ids.
+static const char to_version_2[] =
+    "PRAGMA defer_foreign_keys = 1; "
+    "CREATE TEMP TABLE sample_before AS SELECT * FROM main.sample; "
+    "DROP TABLE main.sample; "
+    "CREATE TABLE sample ( "
+    "id INTEGER PRIMARY KEY NOT NULL, "
+    "session INTEGER NOT NULL REFERENCES session (id), "
+    "problem INTEGER NOT NULL REFERENCES problem (id), "
+    "kernel TEXT NOT NULL CHECK (length(kernel) BETWEEN 1 AND 63), "
+    "environment INTEGER NOT NULL REFERENCES environment (id), "
+    "generator TEXT NOT NULL, "
+    "config TEXT NOT NULL CHECK (length(config) <= 511), "
+    "verdict TEXT NOT NULL CHECK (verdict IN ('ok', 'wrong', 'compile', 'crash', 'timeout', "
+    "'oom')), "
+    "words TEXT NOT NULL, "
+    "runs_us TEXT NOT NULL, "
+    "default_runs_us TEXT, "
+    "runs INTEGER NOT NULL CHECK (runs BETWEEN 0 AND 1000000), "
+    "median_us REAL NOT NULL CHECK (median_us BETWEEN 0 AND 1e15), "
+    "ratio REAL NOT NULL CHECK (ratio BETWEEN 0 AND 1e15), "
+    "noisy INTEGER NOT NULL CHECK (noisy IN (0, 1)), "
+    "written_at TEXT NOT NULL "
+    "); "
+    "CREATE INDEX sample_by_config ON sample (problem, kernel, environment, config); "
+    "CREATE INDEX sample_by_session ON sample (session);"
+    "INSERT INTO main.sample SELECT id, session, problem, kernel, environment, generator, config, "
+    "verdict,"
+    " words, runs_us, default_runs_us, runs, median_us, ratio, 0, written_at FROM sample_before; "
+    "DROP TABLE sample_before; "
+    "PRAGMA user_version = 2;";
+
 // upgrades[v] leads from version v to a later one and sets user_version.  From 0 it is schema.sql
 // itself.
-static const char *const upgrades[SW_DB_SCHEMA_VERSION] = { NULL };
+static const char *const upgrades[SW_DB_SCHEMA_VERSION] = { NULL, to_version_2 };
 
-// ---- Comparing ----------------------------------------------------------------------------------
+// ---- Comparing --------------------------------------------------------------------------------
 
 // SQL without comments and with single spaces; free with free.  NULL without memory.
 static char *normalize(const char *sql)
@@ -114,7 +147,7 @@ static enum swathe_status check_objects(struct sw_db *db, const char *script)
   return sw_db_sql_end(statement, status);
 }
 
-// ---- Versions -----------------------------------------------------------------------------------
+// ---- Versions ---------------------------------------------------------------------------------
 
 // Which swathe wrote a newer file; its meta table is read only if it is a table just like ours.
 static enum swathe_status refuse_newer(struct sw_db *db, const char *script, int64_t version)
@@ -224,7 +257,7 @@ enum swathe_status sw_db_schema_migrate(struct sw_db *db)
   if (!status && version < SW_DB_SCHEMA_VERSION) {
     status = run_steps(db, version);
     if (!status)
-      status = sw_db_schema_check(db, &version); // however it came there, it is schema.sql now
+      status = sw_db_schema_check(db, &version);  // however it came there, it is schema.sql now
   }
   if (!status) status = sw_db_sql_run(db, "COMMIT");
   if (status) sqlite3_exec(db->connection, "ROLLBACK", NULL, NULL, NULL);

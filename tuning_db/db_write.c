@@ -31,7 +31,7 @@ static void copy_words(char copy[SW_DB_WORDS_BYTES + 1], const char *words)
     const unsigned char c = (unsigned char)words[length];
     copy[length] = (c < ' ' && c != '\n') || c == 0x7f ? ' ' : (char)c;
   }
-  if (words && words[length]) // cut short: not within a character of several bytes
+  if (words && words[length])  // cut short: not within a character of several bytes
     while (length && ((unsigned char)words[length] & 0xc0) == 0x80) length--;
   copy[length] = 0;
 }
@@ -246,8 +246,8 @@ enum swathe_status sw_db_put_sample(struct sw_db *db, int64_t session, const str
 {
   static const char insert[] = "INSERT INTO sample (session, problem, kernel, environment, "
                                "generator, config, verdict, words, runs_us,"
-                               " default_runs_us, runs, median_us, ratio, written_at)"
-                               " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, " NOW ")";
+                               " default_runs_us, runs, median_us, ratio, noisy, written_at)"
+                               " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, " NOW ")";
   struct key key;
   char words[SW_DB_WORDS_BYTES + 1];
   sqlite3_stmt *statement = NULL;
@@ -269,10 +269,10 @@ enum swathe_status sw_db_put_sample(struct sw_db *db, int64_t session, const str
         sw_db_sql_begin(db, &statement, insert,
                         "iitit"
                         "ttttt"
-                        "irr",
+                        "irri",
                         session, key.problem, row->kernel, key.environment, key.stored.generator,
                         row->config, sample->verdict, words, sample->runs ? runs : "[]", paired,
-                        sample->runs, sample->median_us, sample->ratio);
+                        sample->runs, sample->median_us, sample->ratio, (int64_t)sample->noisy);
   status = finish(db, statement, status);
   sqlite3_free(runs);
   sqlite3_free(paired);

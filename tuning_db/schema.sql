@@ -1,11 +1,11 @@
--- schema.sql: the tables of a tuning database, version 1.
+-- schema.sql: the tables of a tuning database, version 2.
 --
 -- A file is used only if it holds exactly these tables and indexes (comments and spacing aside), so
 -- a change here needs a new user_version and, in db_schema.c, a step that leads from the old one.
 -- Numbers are bounded on both sides: SQLite orders texts above all numbers, so a text never passes.
 
 PRAGMA application_id = 1398232136; -- the letters SWTH
-PRAGMA user_version = 1;
+PRAGMA user_version = 2;
 
 -- What the file says about itself. Never changes its shape: newer files are asked for written_by.
 CREATE TABLE meta (
@@ -50,13 +50,14 @@ CREATE TABLE sample (
   environment INTEGER NOT NULL REFERENCES environment (id),
   generator TEXT NOT NULL,  -- digest of the texts the kernel was made from
   config TEXT NOT NULL CHECK (length(config) <= 511),
-  verdict TEXT NOT NULL CHECK (verdict IN ('ok', 'wrong', 'compile', 'crash', 'timeout')),
+  verdict TEXT NOT NULL CHECK (verdict IN ('ok', 'wrong', 'compile', 'crash', 'timeout', 'oom')),
   words TEXT NOT NULL,      -- why, or ''
   runs_us TEXT NOT NULL,    -- every timing: [12.5,12.75,...]
   default_runs_us TEXT,     -- of the default, run by run beside them. NULL: not paired
   runs INTEGER NOT NULL CHECK (runs BETWEEN 0 AND 1000000),
   median_us REAL NOT NULL CHECK (median_us BETWEEN 0 AND 1e15),
   ratio REAL NOT NULL CHECK (ratio BETWEEN 0 AND 1e15),  -- to the default. 0: not measured
+  noisy INTEGER NOT NULL CHECK (noisy IN (0, 1)),  -- 1: others used the machine meanwhile
   written_at TEXT NOT NULL
 );
 CREATE INDEX sample_by_config ON sample (problem, kernel, environment, config);
