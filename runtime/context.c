@@ -393,6 +393,22 @@ static void settle_kernel(struct swathe_context *context, struct sw_kernel *kern
   pthread_cond_broadcast(&context->loaded);
 }
 
+// The problem a kernel is made for: what is told at a launch, or guides tuning alone, is set to one value,
+// so that layers that differ in nothing else share the loaded kernel.
+static struct swathe_problem kernel_problem(const struct swathe_problem *problem)
+{
+  struct swathe_problem made_for = *problem;
+  made_for.q_heads = problem->q_heads / problem->kv_heads;
+  made_for.kv_heads = 1;
+  made_for.scale = 0;
+  made_for.softcap = problem->softcap > 0;
+  made_for.halo_gradient = SWATHE_F32;
+  made_for.layout = SWATHE_CONTIGUOUS;
+  made_for.ranks = 1;
+  made_for.tokens_per_rank = 1;
+  return made_for;
+}
+
 enum swathe_status sw_context_kernel(struct swathe_context *context,
                                      const struct swathe_problem *problem,
                                      enum swathe_direction direction, const char *config,
@@ -401,14 +417,16 @@ enum swathe_status sw_context_kernel(struct swathe_context *context,
   char text[SW_PROBLEM_TEXT], key[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 64];
   bool loading = false;
 
-  swathe_problem_format(problem, text, sizeof text);
+  const struct swathe_problem made_for = kernel_problem(problem);
+
+  swathe_problem_format(&made_for, text, sizeof text);
   snprintf(key, sizeof key, "%s %s %s %s", sw_context_kernel_name(direction), context->isa, config,
            text);
   pthread_mutex_lock(&context->mutex);
   struct sw_kernel *kernel = find_or_add(context, key, &loading);
   if (loading && kernel) {
     pthread_mutex_unlock(&context->mutex);
-    const enum swathe_status loaded = load_kernel(context, problem, direction, config, kernel);
+    const enum swathe_status loaded = load_kernel(context, &made_for, direction, config, kernel);
     pthread_mutex_lock(&context->mutex);
     settle_kernel(context, kernel, loaded);
   }

@@ -312,6 +312,36 @@ static void layers_interleave(void **state)
   }
 }
 
+// Layers that differ only in what no kernel depends on share the loaded kernels; softcap's value is not in
+// them, whether there is one is.
+static void layers_share_kernels(void **state)
+{
+  static const char *const same[] = {
+    "q_heads=4,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=3,softcap=30",
+    "q_heads=8,kv_heads=4,head_dim_qk=8,head_dim_v=8,window_left=3,softcap=50,scale=0.5,ranks=1,"
+    "layout=zigzag,tokens_per_rank=99,halo_gradient=bf16",
+  };
+  struct swathe_context *own = open_context(1, SWATHE_REPLAY);
+  struct swathe_layer *layer = NULL;
+  int64_t compiled = 0, loaded = 0;
+  (void)state;
+
+  for (int i = 0; i < 2; i++) {
+    const struct swathe_problem problem = problem_of(same[i]);
+    assert_int_equal(swathe_layer_create(own, &problem, NULL, &layer), SWATHE_OK);
+    swathe_layer_destroy(layer);
+    swathe_kernel_counts(own, &compiled, &loaded);
+    assert_int_equal(compiled + loaded, 2);
+  }
+  const struct swathe_problem other =
+      problem_of("q_heads=4,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=3");
+  assert_int_equal(swathe_layer_create(own, &other, NULL, &layer), SWATHE_OK);
+  swathe_layer_destroy(layer);
+  swathe_kernel_counts(own, &compiled, &loaded);
+  assert_int_equal(compiled + loaded, 4);
+  swathe_close(own);
+}
+
 // A window at or beyond the sequence is the causal result, bit for bit.
 static void wide_windows_are_causal(void **state)
 {
@@ -611,6 +641,7 @@ int main(void)
     cmocka_unit_test(results_are_bit_equal),
     cmocka_unit_test(error_does_not_grow_with_ranks),
     cmocka_unit_test(layers_interleave),
+    cmocka_unit_test(layers_share_kernels),
     cmocka_unit_test(wide_windows_are_causal),
     cmocka_unit_test(max_logits_are_the_largest_scores),
     cmocka_unit_test(groups_and_documents_change),
