@@ -33,13 +33,15 @@ return {
         { "stream",      { 0, 1 },                  "whether out is written past the cache" },
       },
       derive = {
+        { "step",        function(c) return c.bf16 == 1 and c.bf16_pairs == 1 and 2 or 1 end,
+          "elements that a multiply-add takes from a row" },
         { "rows",        function(c) return c.lanes * c.vectors end, "query rows of a tile" },
         { "tile_tokens", function(c) return c.rows // c.pack end,    "query positions of a tile" },
         { "tile_bytes",  function(c)
-            return 4 * c.rows * (c.head_dim_qk + c.block_k + c.head_dim_v)
+            return 4 * c.rows * (c.head_dim_qk // c.step + c.block_k + c.head_dim_v)
           end, "Q, scores and O of a tile, about" },
         { "block_bytes", function(c)
-            return 4 * c.block_k * (c.head_dim_qk + c.head_dim_v)
+            return 4 * c.block_k * (c.head_dim_qk + c.head_dim_v) // c.step
           end, "a packed block of keys and values, about" },
       },
       require = {
@@ -53,7 +55,8 @@ return {
           end },
         { "a block is a whole number of rows_k", function(c) return c.block_k % c.rows_k == 0 end },
         { "only whole cache lines can bypass the cache", function(c)
-            return c.stream == 0 or c.lanes == 16 and c.bf16 == 0 and c.head_dim_v % 16 == 0
+            return c.stream == 0 or c.lanes == 16 and c.step == 1 + c.bf16 and
+                   c.head_dim_v % (16 * c.step) == 0
           end },
       },
       prefer = {
@@ -94,7 +97,9 @@ return {
           local useful = heads * tokens / rows * window / (window + tokens - 1)
           if c.gqa % heads == 0 and tokens > 0 and useful >= best then pack, best = heads, useful end
         end
-        local stream = not wide and c.lanes == 16 and c.bf16 == 0 and c.head_dim_v % 16 == 0
+        local lines = c.lanes == 16 and c.bf16_pairs >= c.bf16 and
+                      c.head_dim_v % (16 + 16 * c.bf16) == 0
+        local stream = not wide and lines
         return { vectors = vectors, pack = pack, rows_k = keys, rows_d = keys,
                  block_k = keys == 8 and 128 or 96, ring_blocks = 64, prefetch = 16,
                  stream = stream and 1 or 0 }

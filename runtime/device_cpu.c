@@ -66,9 +66,11 @@ static bool has_isa(const char *isa)
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   if (!strcmp(isa, "avx2")) return avx2;
-  if (!strcmp(isa, "avx512"))
-    return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl");
+  if (!strcmp(isa, "avx512")) return avx512;
+  if (!strcmp(isa, "avx512bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
 #elif defined(__aarch64__)
   if (!strcmp(isa, "neon")) return true;
 #endif

@@ -17,26 +17,75 @@
 //   out = O / sum,  lse = top * ln 2 + log(sum)
 
 enum {
-  K_STRIDE = HEAD_DIM_QK,
-  V_STRIDE = (HEAD_DIM_V + ROWS_D - 1) / ROWS_D * ROWS_D,
+  K_STRIDE = (HEAD_DIM_QK + STEP - 1) / STEP,                // words of a row of Q or K
+  V_STRIDE = (HEAD_DIM_V + ROWS_D - 1) / ROWS_D * ROWS_D,    // words of STEP rows of V
   // rows of Q^T and O^T; a transpose writes and reads whole squares
-  Q_DIMS   = HEAD_DIM_QK < LANES ? LANES : HEAD_DIM_QK,
-  O_DIMS   = V_STRIDE < LANES ? LANES : V_STRIDE,
+  Q_ROWS   = (K_STRIDE + LANES - 1) / LANES * LANES,
+  O_ROWS   = V_STRIDE < LANES * STEP ? LANES * STEP : V_STRIDE,
 };
+_Static_assert(ROWS_K % STEP == 0 && BLOCK_K % STEP == 0, "groups of keys are whole words");
 
 // O^T and the sum follow a new maximum only when it grew by more than this, in powers of two.
 #define SLACK 8.0f
 
 const sw_int64 forward_tile_tokens = TILE_TOKENS;
 
+// ---- words --------------------------------------------------------------------------------------
+
+// A word is what a multiply-add takes from a row: STEP elements, one float or, in its place, a pair
+// of bfloat16.  Q and K have words along the dims, V and P along the keys.  S, O and the sums are
+// floats always.
+
+//@ if STEP == 1 then
+INLINE vec dot(vec sum, vec a, vec b) { return sum + a * b; }
+INLINE vec splat_word(const float *word) { return splat(*word); }
+INLINE vec join(vec first, vec last) { return (void)last, first; }   // of STEP vectors
+INLINE vec weight_of(vec score) { return exp2_vec(score); }
+#define PACK_WORDS pack_block
+
+// LANES words of a query from `at` on, at = word_start(d).  The factor of the scores goes into Q.
+INLINE int word_start(int d) { return vector_start(d, HEAD_DIM_QK); }
+INLINE vec query_words(const elem *row, int at, float factor) {
+  return widen_row(row, at, HEAD_DIM_QK) * factor;
+}
+INLINE vec scale_score(vec score, vec factor) { return (void)factor, score; }
+
+// The same for out.
+INLINE int out_start(int d) { return vector_start(d, HEAD_DIM_V); }
+INLINE void store_words(elem *row, int at, vec words) {
+  if (!STREAM || !stream(row + at, words)) store_elem_row(row, at, HEAD_DIM_V, words);
+}
+//@ else
+INLINE vec dot(vec sum, vec a, vec b) { return dot_pair(sum, a, b); }
+INLINE vec splat_word(const float *word) { return splat_pair(word); }
+INLINE vec join(vec first, vec last) { return join_pair(first, last); }
+INLINE vec weight_of(vec score) { return exp2_coarse(score); }
+#define PACK_WORDS pack_block_pairs
+
+// LANES words of a query from `at` on, at = word_start(d).  Times the factor they would have to be
+// rounded once more, so the scores get it.
+INLINE int word_start(int d) { return d; }
+INLINE vec query_words(const elem *row, int at, float factor) {
+  return (void)factor, load_pairs(row, at, HEAD_DIM_QK);
+}
+INLINE vec scale_score(vec score, vec factor) { return score * factor; }
+
+// The same for out.
+INLINE int out_start(int d) { return pairs_start(d, HEAD_DIM_V); }
+INLINE void store_words(elem *row, int at, vec words) {
+  if (!STREAM || !stream(row + at, words)) store_pairs_row(row, at, HEAD_DIM_V, words);
+}
+//@ end
+
 // ---- what a thread works in ---------------------------------------------------------------------
 
 struct workspace {
   sw_int64 slots;
-  float *q;                           // Q^T [Q_DIMS][ROWS]
-  float *scores;                      // S^T, then P^T [BLOCK_K][ROWS]
-  float *out;                         // O^T [O_DIMS][ROWS]
-  float *k, *v;                       // [slots][BLOCK_K][stride]
+  float *q;                           // Q^T [Q_ROWS][ROWS] words
+  float *scores;                      // S^T [BLOCK_K][ROWS], then P^T [BLOCK_K / STEP][ROWS] words
+  float *out;                         // O^T [O_ROWS][ROWS]
+  float *k;                           // [slots][BLOCK_K][K_STRIDE] words
+  float *v;                           // [slots][BLOCK_K / STEP][V_STRIDE] words
   struct block *blocks;               // [slots]
 };
 
@@ -47,11 +96,11 @@ static sw_int64 cut_workspace(struct workspace *w, char *base, sw_int64 max_keys
   w->member = (void *)(base + used);                                             \
   used += ((count) * (sw_int64)sizeof *w->member + 63) / 64 * 64
   w->slots = block_slots(max_keys, TILE_TOKENS);
-  CUT(q, Q_DIMS * ROWS);
+  CUT(q, Q_ROWS * ROWS);
   CUT(scores, BLOCK_K * ROWS);
-  CUT(out, O_DIMS * ROWS);
+  CUT(out, O_ROWS * ROWS);
   CUT(k, w->slots * BLOCK_K * K_STRIDE);
-  CUT(v, w->slots * BLOCK_K * V_STRIDE);
+  CUT(v, w->slots * BLOCK_K / STEP * V_STRIDE);
   CUT(blocks, w->slots);
 #undef CUT
   return used;
@@ -80,6 +129,7 @@ struct tile {
   vec      top[VECTORS];              // running maximum of the scores (within SLACK), powers of two
   vec      sum[VECTORS];              // sum of exp2(score - top)
   vec      most[VECTORS];             // the largest score itself, powers of two; LOWEST: none yet
+  float    factor;                    // from a product q . k to its score, in powers of two
   int      started;                   // O^T and top hold something
 };
 
@@ -87,18 +137,18 @@ INLINE int token_of(const struct tile *t, int m) {
   return m / PACK < t->tokens ? m / PACK : t->tokens - 1;
 }
 
-// Q^T[d][m] = q of lane m at d, times `factor`.
-OUTLINE void load_queries(float *to, const struct tile *t, float factor) {
+// Q^T[d][m] = word d of lane m's query.
+OUTLINE void load_queries(float *to, const struct tile *t) {
   float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
   for (int m = 0; m < ROWS; m += LANES) {
     const elem *rows[LANES];
     for (int i = 0; i < LANES; i++)
       rows[i] = elem_at(&t->args->q, t->row + token_of(t, m + i), t->head + (m + i) % PACK, t->b);
-    for (int d = 0; d < HEAD_DIM_QK; d += LANES) {
-      int at = vector_start(d, HEAD_DIM_QK);
+    for (int d = 0; d < HEAD_DIM_QK; d += LANES * STEP) {
+      int at = word_start(d);
       for (int i = 0; i < LANES; i++)
-        store(square + i * LANES, widen_row(rows[i], at, HEAD_DIM_QK) * factor);
-      transpose(to + at * ROWS + m, ROWS, square, LANES);
+        store(square + i * LANES, query_words(rows[i], at, t->factor));
+      transpose(to + at / STEP * ROWS + m, ROWS, square, LANES);
     }
   }
 }
@@ -116,27 +166,28 @@ INLINE void prefetch_queries(struct tile *t) {
 
 // ---- scores -------------------------------------------------------------------------------------
 
-// S^T of ROWS_K keys: scores[r][m] = k[r] . q[:, m]; top[m] grows to the largest.
-OUTLINE void score_keys(float *scores, const float *k, const float *q, vec *top) {
+// S^T of ROWS_K keys: scores[r][m] = k[r] . q[:, m], scaled; top[m] grows to the largest.
+OUTLINE void score_keys(float *scores, const float *k, const float *q, float factor, vec *top) {
 //@ for r = 0, ROWS_K - 1 do
 //@ for v = 0, VECTORS - 1 do
   vec s$(r)_$(v) = {0};
 //@ end
 //@ end
-  for (int d = 0; d < HEAD_DIM_QK; d++) {
+  for (int d = 0; d < K_STRIDE; d++) {
 //@ for v = 0, VECTORS - 1 do
     vec q$(v) = load(q + d * ROWS + $(v) * LANES);
 //@ end
 //@ for r = 0, ROWS_K - 1 do
-    vec k$(r) = splat(k[$(r) * K_STRIDE + d]);
+    vec k$(r) = splat_word(k + $(r) * K_STRIDE + d);
 //@ for v = 0, VECTORS - 1 do
-    s$(r)_$(v) += k$(r) * q$(v);
+    s$(r)_$(v) = dot(s$(r)_$(v), k$(r), q$(v));
 //@ end
 //@ end
   }
 //@ for v = 0, VECTORS - 1 do
   vec top$(v) = top[$(v)];
 //@ for r = 0, ROWS_K - 1 do
+  s$(r)_$(v) = scale_score(s$(r)_$(v), splat(factor));
   store(scores + $(r) * ROWS + $(v) * LANES, s$(r)_$(v));
   top$(v) = larger(top$(v), s$(r)_$(v));
 //@ end
@@ -154,7 +205,7 @@ OUTLINE void finish_scores(float *scores, const struct tile *t, const struct blo
     for (int v = 0; v < VECTORS; v++) {
       vec s = load(scores + r * ROWS + v * LANES);
 //@ if SOFTCAP == 1 then
-      s = tanh_vec(s) * (t->args->softcap * LOG2E);   // Q holds scale / softcap
+      s = tanh_vec(s) * (t->args->softcap * LOG2E);   // scaled by scale / softcap
 //@ end
       if (masked) s = choose(visible(seen, t->lane_token[v]), s, splat(NEVER));
       store(scores + r * ROWS + v * LANES, s);
@@ -185,16 +236,20 @@ OUTLINE void raise_top(struct tile *t, const vec *block_top, float *out) {
     }
 }
 
-// P^T = exp2(S^T - top) in place for `keys` rows; the sum grows by them.
+// P^T = exp2(S^T - top) in place: `keys` rows become keys / STEP rows of words.  The sum grows by
+// the weights before they are rounded: backward makes them again from the lse alone, and rounded
+// ones would put an error of up to 2^-9 into it.
 OUTLINE void exponentiate(float *scores, int keys, struct tile *t) {
 //@ for v = 0, VECTORS - 1 do
   vec top$(v) = t->top[$(v)], sum$(v) = t->sum[$(v)];
 //@ end
-  for (int j = 0; j < keys; j++) {
+  for (int j = 0; j < keys; j += STEP) {
 //@ for v = 0, VECTORS - 1 do
-    vec p$(v) = exp2_vec(load(scores + j * ROWS + $(v) * LANES) - top$(v));
-    store(scores + j * ROWS + $(v) * LANES, p$(v));
-    sum$(v) += p$(v);
+//@ for r = 0, STEP - 1 do
+    vec p$(v)_$(r) = weight_of(load(scores + (j + $(r)) * ROWS + $(v) * LANES) - top$(v));
+    sum$(v) += p$(v)_$(r);
+//@ end
+    store(scores + j / STEP * ROWS + $(v) * LANES, join(p$(v)_0, p$(v)_$(STEP - 1)));
 //@ end
   }
 //@ for v = 0, VECTORS - 1 do
@@ -204,8 +259,8 @@ OUTLINE void exponentiate(float *scores, int keys, struct tile *t) {
 
 // ---- values -------------------------------------------------------------------------------------
 
-// O^T of ROWS_D dims: out[d][m] (+)= sum over keys j of v[j][d] * p[j][m].
-OUTLINE void weigh_values(float *out, const float *v, const float *p, int keys, int add) {
+// O^T of ROWS_D dims: out[d][m] (+)= sum over `words` words of keys j of v[j][d] . p[j][m].
+OUTLINE void weigh_values(float *out, const float *v, const float *p, int words, int add) {
 //@ for d = 0, ROWS_D - 1 do
 //@ for m = 0, VECTORS - 1 do
   vec o$(d)_$(m) = {0};
@@ -218,14 +273,14 @@ OUTLINE void weigh_values(float *out, const float *v, const float *p, int keys, 
 //@ end
 //@ end
   }
-  for (int j = 0; j < keys; j++) {
+  for (int j = 0; j < words; j++) {
 //@ for m = 0, VECTORS - 1 do
     vec p$(m) = load(p + j * ROWS + $(m) * LANES);
 //@ end
 //@ for d = 0, ROWS_D - 1 do
-    vec v$(d) = splat(v[j * V_STRIDE + $(d)]);
+    vec v$(d) = splat_word(v + j * V_STRIDE + $(d));
 //@ for m = 0, VECTORS - 1 do
-    o$(d)_$(m) += v$(d) * p$(m);
+    o$(d)_$(m) = dot(o$(d)_$(m), v$(d), p$(m));
 //@ end
 //@ end
   }
@@ -243,7 +298,8 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
                          const float *k, const float *v, struct positions seen,
                          struct positions plain) {
   sw_int64 first = block->number * BLOCK_K;
-  int begin = (int)(seen.begin - first), end = (int)(seen.end - first);
+  int begin = (int)(seen.begin - first) / STEP * STEP;
+  int end = ((int)(seen.end - first) + STEP - 1) / STEP * STEP;
   if (block->covered_keys < BLOCK_K) plain.end = plain.begin;
 
   vec block_top[VECTORS];
@@ -255,10 +311,10 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
     if (masked || SOFTCAP) {
       vec unused[VECTORS];
       for (int m = 0; m < VECTORS; m++) unused[m] = splat(LOWEST);
-      score_keys(scores, k + row * K_STRIDE, w->q, unused);
+      score_keys(scores, k + row * K_STRIDE, w->q, t->factor, unused);
       finish_scores(scores, t, block, row, first + row - t->position, masked, block_top);
     } else {
-      score_keys(scores, k + row * K_STRIDE, w->q, block_top);
+      score_keys(scores, k + row * K_STRIDE, w->q, t->factor, block_top);
     }
   }
 
@@ -268,7 +324,8 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
   float *p = w->scores + begin * ROWS;
   exponentiate(p, end - begin, t);
   for (int d = 0; d < V_STRIDE; d += ROWS_D)
-    weigh_values(w->out + d * ROWS, v + begin * V_STRIDE + d, p, end - begin, t->started);
+    weigh_values(w->out + d * ROWS, v + begin / STEP * V_STRIDE + d, p, (end - begin) / STEP,
+                 t->started);
   t->started = 1;
 }
 
@@ -296,15 +353,16 @@ OUTLINE void store_tile(const struct tile *t, const float *out) {
       sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
       *float_at(&args->lse, row, head, t->b) = ((float *)&lse)[i];
     }
-    for (int d = 0; d < HEAD_DIM_V; d += LANES) {
-      int at = vector_start(d, HEAD_DIM_V);
-      transpose(square, LANES, out + at * ROWS + m, ROWS);
+    for (int d = 0; d < HEAD_DIM_V; d += LANES * STEP) {
+      int at = out_start(d);
+      for (int i = 0; i < LANES; i++) {
+        const float *o = out + (at + i * STEP) * ROWS + m;
+        store(square + i * LANES, join(load(o) * factor, load(o + (STEP - 1) * ROWS) * factor));
+      }
+      transpose(square, LANES, square, LANES);
       for (int i = 0; i < rows; i++) {
         sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
-        elem *to = (elem *)elem_at(&args->out, row, head, t->b);
-        vec o = load(square + i * LANES) * ((float *)&factor)[i];
-        if (STREAM) stream_elem_row(to, at, HEAD_DIM_V, o);
-        else store_elem_row(to, at, HEAD_DIM_V, o);
+        store_words((elem *)elem_at(&args->out, row, head, t->b), at, load(square + i * LANES));
       }
     }
   }
@@ -331,7 +389,8 @@ static void forward_tile(struct tile *t, struct workspace *w) {
   for (int m = 0; m < ROWS; m++) ((int *)t->lane_token)[m] = token_of(t, m);
   for (int v = 0; v < VECTORS; v++) t->top[v] = t->most[v] = splat(LOWEST), t->sum[v] = splat(0);
   t->started = t->asked = 0;
-  load_queries(w->q, t, SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E);
+  t->factor = SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E;
+  load_queries(w->q, t);
 
   struct positions seen = overlap(keys_of_some(t->position, t->tokens), unit_keys(args, t->unit));
   struct positions plain = keys_of_all(t->position, t->tokens);
@@ -339,13 +398,13 @@ static void forward_tile(struct tile *t, struct workspace *w) {
     sw_int64 number = seen.begin / BLOCK_K, slot = number % w->slots;
     struct positions here = overlap(seen, (struct positions){ 0, (number + 1) * BLOCK_K });
     struct block *block = w->blocks + slot;
-    float *k = w->k + slot * BLOCK_K * K_STRIDE, *v = w->v + slot * BLOCK_K * V_STRIDE;
+    float *k = w->k + slot * BLOCK_K * K_STRIDE, *v = w->v + slot * BLOCK_K / STEP * V_STRIDE;
     if (block->number != number)
-      pack_block(block, k, K_STRIDE, v, V_STRIDE, args, t->unit, number, t->b, t->h);
+      PACK_WORDS(block, k, K_STRIDE, v, V_STRIDE / STEP, args, t->unit, number, t->b, t->h);
     if (block->covered_keys) attend_block(t, w, block, k, v, here, plain);
     seen.begin = here.end;
   }
-  if (!t->started) __builtin_memset(w->out, 0, sizeof(float) * O_DIMS * ROWS);
+  if (!t->started) __builtin_memset(w->out, 0, sizeof(float) * O_ROWS * ROWS);
   store_tile(t, w->out);
   if (args->max_logits) raise_max_logits(t);
 }

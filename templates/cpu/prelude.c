@@ -6,6 +6,9 @@
 // is the vector extension of GCC 12+ and clang; a line of assembly stands only where the extension
 // has no word for an instruction.
 
+//@ -- avx512bf16 is avx512 and a few instructions more
+//@ local avx512 = ISA == "avx512" or ISA == "avx512bf16"
+
 #define INLINE   static inline __attribute__((always_inline, unused))
 #define OUTLINE  static __attribute__((noinline, unused))
 
@@ -45,7 +48,7 @@ INLINE vec choose(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((i
 
 // The larger of a and b; b where either is NaN, so a NaN in b survives.
 INLINE vec larger(vec a, vec b) {
-//@ if ISA == "avx512" or ISA == "avx2" then
+//@ if avx512 or ISA == "avx2" then
   vec r;
   __asm__("vmaxps %2, %1, %0" : "=v"(r) : "v"(a), "v"(b));
   return r;
@@ -94,11 +97,17 @@ INLINE vec widen_some(const elem *p, int count) {
 //@ if BF16 == 1 then
 // Round to nearest, ties to even; a NaN stays a (quiet) NaN.
 INLINE hvec round_to_elem(vec x) {
+//@ if ISA == "avx512bf16" then
+  hvec rounded;
+  __asm__("vcvtneps2bf16 %1, %0" : "=v"(rounded) : "v"(x));
+  return rounded;
+//@ else
   uvec bits = (uvec)x;
   uvec rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   uvec quiet = (bits >> 16) | 0x40;
   uvec nan = (uvec)(x != x);
   return __builtin_convertvector((rounded & ~nan) | (quiet & nan), hvec);
+//@ end
 }
 //@ end
 
@@ -136,19 +145,20 @@ INLINE void store_elem_row(elem *row, int at, int dim, vec x) {
   else store_elem(row + at, x);
 }
 
-// The same past the cache, where a vector is a whole cache line and `row + at` starts one: for rows
-// that are written once and not read soon.  A thread ends such stores with stream_end.
-INLINE void stream_elem_row(elem *row, int at, int dim, vec x) {
-//@ if ISA == "avx512" and BF16 == 0 then
-  if ((__UINTPTR_TYPE__)(row + at) % sizeof x == 0 && dim >= LANES)
-    __asm__ volatile("vmovntps %1, %0" : "=m"(*(vec *)(row + at)) : "v"(x));
-  else store_elem_row(row, at, dim, x);
+// Writes x past the cache if a vector is a cache line and `to` starts one; else writes nothing and
+// returns 0.  For what is written once and not read soon; a thread ends such stores with
+// stream_end.
+INLINE int stream(void *to, vec x) {
+//@ if avx512 then
+  if ((__UINTPTR_TYPE__)to % sizeof x) return 0;
+  __asm__ volatile("vmovntps %1, %0" : "=m"(*(vec *)to) : "v"(x));
+  return 1;
 //@ else
-  store_elem_row(row, at, dim, x);
+  return (void)to, (void)x, 0;
 //@ end
 }
 INLINE void stream_end(void) {
-//@ if ISA == "avx512" then
+//@ if avx512 then
   __asm__ volatile("sfence" ::: "memory");
 //@ end
 }
@@ -182,7 +192,7 @@ INLINE vec power_of_two(vec n_rounder) { return (vec)(((ivec)n_rounder + 127) <<
 
 // 2^x for x <= 127.  Exactly 0 for x <= -150 (from -127 on, but on avx512), NaN for NaN.
 INLINE vec exp2_vec(vec x) {
-//@ if ISA == "avx512" then
+//@ if avx512 then
   vec n, r;
   __asm__("vrndscaleps $8, %1, %0" : "=v"(n) : "v"(x));
   vec p = exp2_fraction(x - n) + splat(1.0f);
@@ -284,6 +294,75 @@ OUTLINE void transpose(float *to, sw_int64 to_stride, const float *from, sw_int6
 //@ end
 }
 
+// ---- pairs --------------------------------------------------------------------------------------
+
+//@ -- the indices of a shuffle: LANES from a and LANES from b on, by turns
+//@ local function by_turns(a, b)
+//@   local list = a .. ", " .. b
+//@   for lane = 1, LANES - 1 do list = list .. ", " .. a + lane .. ", " .. b + lane end
+//@   return list
+//@ end
+
+//@ local has_pairs = ISA == "avx512bf16" and BF16 == 1
+//@ if has_pairs then
+// A pair is two bfloat16 in the place of a float, the first in its lower half.  A vec of pairs is
+// only moved, never calculated with, except by dot_pair.
+
+typedef unsigned short pairs_vec __attribute__((vector_size(4 * LANES), may_alias));
+typedef unsigned short loose_pairs_vec
+  __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+
+// In each lane sum + a0 * b0 + a1 * b1, in floats.
+INLINE vec dot_pair(vec sum, vec a, vec b) {
+  __asm__("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+
+INLINE vec splat_pair(const float *pair) {
+  int bits;
+  __builtin_memcpy(&bits, pair, sizeof bits);
+  return (vec)splat_int(bits);
+}
+
+// Pairs of first and second, rounded to nearest, ties to even.
+INLINE vec join_pair(vec first, vec second) {
+  pairs_vec both;
+  __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(both) : "v"(first), "v"(second));
+  return (vec)__builtin_shufflevector(both, both, $(by_turns(0, LANES)));
+}
+
+// The elements of a row go by 2 LANES as vector_start says.
+INLINE int pairs_start(int d, int dim) {
+  return d + 2 * LANES <= dim || dim < 2 * LANES ? d : dim - 2 * LANES;
+}
+INLINE void store_pairs_row(elem *row, int at, int dim, vec x) {
+  if (dim < 2 * LANES) __builtin_memcpy(row, &x, sizeof(elem) * (unsigned long)dim);
+  else *(loose_pairs_vec *)(row + at) = (pairs_vec)x;
+}
+
+// LANES pairs of the row's elements from d on, 0 from dim on; nothing behind them is read.
+INLINE vec load_pairs(const elem *row, int d, int dim) {
+  const loose_pairs_vec *from = (const loose_pairs_vec *)(row + d);
+  if (d + 2 * LANES <= dim) return (vec)(pairs_vec)*from;
+  vec x;
+  __asm__("vmovdqu16 %1, %0%{%2%}%{z%}" : "=v"(x) : "m"(*from), "Yk"((1u << (dim - d)) - 1));
+  return x;
+}
+
+// 2^x as exp2_vec, to a relative error of 8e-5: enough for what is then rounded to bfloat16.
+INLINE vec exp2_coarse(vec x) {
+  vec n, r;
+  __asm__("vrndscaleps $8, %1, %0" : "=v"(n) : "v"(x));
+  vec f = x - n;
+  vec p = splat(5.517161097e-2f);
+  p = p * f + splat(2.426112115e-1f);
+  p = p * f + splat(6.932610061e-1f);
+  p = p * f + splat(9.999280659e-1f);
+  __asm__("vscalefps %2, %1, %0" : "=v"(r) : "v"(p), "v"(n));
+  return r;
+}
+//@ end
+
 // ---- mask ---------------------------------------------------------------------------------------
 
 // Query i sees key j when i - WINDOW_LEFT <= j <= i + WINDOW_RIGHT, each side only if it is
@@ -356,12 +435,21 @@ INLINE void forget_blocks(struct block *blocks, sw_int64 slots) {
   for (sw_int64 slot = 0; slot < slots; slot++) blocks[slot].number = -1;
 }
 
-// Rows of `dim` elements, `token` elements apart -> rows of `stride` floats, 0 from dim on.
-INLINE void pack_rows(float *to, int stride, const elem *from, sw_int64 token, int dim,
-                      sw_int64 rows) {
+// How `rows` rows of `dim` elements, `token` elements apart, become the rows of a block from `row`
+// on.  The block's first row stands at `to`, the next one `stride` floats after it.
+typedef void packer(float *to, int stride, sw_int64 row, const elem *from, sw_int64 token, int dim,
+                    sw_int64 rows);
+
+INLINE void prefetch_row(const elem *row, int dim) {   // behind the last row it is harmless
+  for (int d = 0; d < dim; d += 64 / (int)sizeof(elem)) __builtin_prefetch(row + d);
+}
+
+// As floats, 0 from dim on.
+INLINE void pack_rows(float *to, int stride, sw_int64 first, const elem *from, sw_int64 token,
+                      int dim, sw_int64 rows) {
+  to += first * stride;
   for (sw_int64 row = 0; row < rows; row++) {
-    for (int d = 0; d < dim; d += 64 / (int)sizeof(elem))   // prefetching past the end is harmless
-      __builtin_prefetch(from + 8 * token + d);
+    prefetch_row(from + 8 * token, dim);
     for (int d = 0; d < dim; d += LANES) {
       int at = vector_start(d, dim);
       if (dim < LANES)
@@ -375,12 +463,58 @@ INLINE void pack_rows(float *to, int stride, const elem *from, sw_int64 token, i
   }
 }
 
+//@ if has_pairs then
+// As pairs of dims; the last one's second half is 0 where dim is odd.
+INLINE void pack_dim_pairs(float *to, int stride, sw_int64 first, const elem *from, sw_int64 token,
+                           int dim, sw_int64 rows) {
+  for (sw_int64 row = 0; row < rows; row++) {
+    elem *packed = (elem *)(to + (first + row) * stride);
+    int d = 0;
+    prefetch_row(from + 8 * token, dim);
+    for (; d + 2 * LANES <= dim; d += 2 * LANES)
+      *(loose_pairs_vec *)(packed + d) = *(const loose_pairs_vec *)(from + d);
+    __builtin_memcpy(packed + d, from + d, sizeof(elem) * (unsigned long)(dim - d));
+    if (dim % 2) packed[dim] = 0;
+    from += token;
+  }
+}
+
+// As pairs of rows, an even one and the next: pair d of both at 2 * stride * (row / 2) + d, 0 from
+// dim on.  A row whose partner is elsewhere leaves the other halves as they are.
+INLINE void pack_row_pairs(float *to, int stride, sw_int64 first, const elem *from, sw_int64 token,
+                           int dim, sw_int64 rows) {
+  for (sw_int64 row = first; row < first + rows; row++) {
+    float *packed = to + row / 2 * 2 * stride;
+    prefetch_row(from + 8 * token, dim);
+    if (row % 2 || row + 1 == first + rows || dim < 2 * LANES) {
+      for (int d = 0; d < dim; d++) ((elem *)packed)[2 * d + row % 2] = from[d];
+    } else {
+      prefetch_row(from + 9 * token, dim);
+      for (int d = 0; d < dim; d += 2 * LANES) {
+        int at = pairs_start(d, dim);
+        pairs_vec a = *(const loose_pairs_vec *)(from + at);
+        pairs_vec b = *(const loose_pairs_vec *)(from + token + at);
+        vec low = (vec)__builtin_shufflevector(a, b, $(by_turns(0, 2 * LANES)));
+        vec high = (vec)__builtin_shufflevector(a, b, $(by_turns(LANES, 3 * LANES)));
+        store_loose(packed + at, low);
+        store_loose(packed + at + LANES, high);
+      }
+      row++;
+      from += token;
+    }
+    for (int d = dim; d < 2 * stride; d++) packed[d] = 0;
+    from += token;
+  }
+}
+//@ end
+
 // Packs block `number` of head h of batch row b from the unit's runs: k and v [BLOCK_K][stride]
 // floats. When no run touches it (covered_keys is 0) nothing is written there: such a block is to
 // be passed over.
-OUTLINE void pack_block(struct block *block, float *k, int k_stride, float *v, int v_stride,
-                        const struct sw_attention_args *args, const struct sw_unit *unit,
-                        sw_int64 number, sw_int64 b, sw_int64 h) {
+INLINE void pack_block_by(packer *pack_k, packer *pack_v, struct block *block, float *k,
+                          int k_stride, float *v, int v_stride,
+                          const struct sw_attention_args *args, const struct sw_unit *unit,
+                          sw_int64 number, sw_int64 b, sw_int64 h) {
   struct positions whole = { number * BLOCK_K, (number + 1) * BLOCK_K };
   block->number = number;
   block->covered_keys = 0;
@@ -397,14 +531,27 @@ OUTLINE void pack_block(struct block *block, float *k, int k_stride, float *v, i
       __builtin_memset(v, 0, sizeof(float) * BLOCK_K * (unsigned long)v_stride);
     }
     sw_int64 from = here.begin - run->position, row = here.begin - whole.begin;
-    pack_rows(k + row * k_stride, k_stride, elem_at(&run->k, from, h, b), run->k.token,
-              HEAD_DIM_QK, keys);
-    pack_rows(v + row * v_stride, v_stride, elem_at(&run->v, from, h, b), run->v.token,
-              HEAD_DIM_V, keys);
+    pack_k(k, k_stride, row, elem_at(&run->k, from, h, b), run->k.token, HEAD_DIM_QK, keys);
+    pack_v(v, v_stride, row, elem_at(&run->v, from, h, b), run->v.token, HEAD_DIM_V, keys);
     __builtin_memset(block->covered + row, 1, (unsigned long)keys);
     block->covered_keys += (int)keys;
   }
 }
+
+// The same as floats, and as pairs: of dims in k, of keys in v.
+OUTLINE void pack_block(struct block *block, float *k, int k_stride, float *v, int v_stride,
+                        const struct sw_attention_args *args, const struct sw_unit *unit,
+                        sw_int64 number, sw_int64 b, sw_int64 h) {
+  pack_block_by(pack_rows, pack_rows, block, k, k_stride, v, v_stride, args, unit, number, b, h);
+}
+//@ if has_pairs then
+OUTLINE void pack_block_pairs(struct block *block, float *k, int k_stride, float *v, int v_stride,
+                              const struct sw_attention_args *args, const struct sw_unit *unit,
+                              sw_int64 number, sw_int64 b, sw_int64 h) {
+  pack_block_by(pack_dim_pairs, pack_row_pairs, block, k, k_stride, v, v_stride, args, unit, number,
+                b, h);
+}
+//@ end
 
 // The positions of the unit's runs, first to last.
 INLINE struct positions unit_keys(const struct sw_attention_args *args,
