@@ -25,7 +25,8 @@ enum { SUMS = 10, LANES = VECTOR_BYTES / 4 };
 
 static void print_extensions(char *flags)
 {
-  static const char *const known[] = { "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16" };
+  static const char *const known[] = {
+    "avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16" };
   char *rest = flags;
   printf(" ");
   for (char *flag; (flag = strtok_r(rest, " \t\n", &rest));)
@@ -43,7 +44,8 @@ void machine_print(void)
   while (file && fgets(line, sizeof line, file)) {
     char *value = strchr(line, ':');
     if (!value) continue;
-    if (!have_name && !strncmp(line, "model name", 10)) have_name = printf("processor:%s", value + 1);
+    if (!have_name && !strncmp(line, "model name", 10))
+      have_name = printf("processor:%s", value + 1);
     if (!have_flags && (!strncmp(line, "flags", 5) || !strncmp(line, "Features", 8))) {
       have_flags = 1;
       print_extensions(value + 1);
@@ -51,7 +53,8 @@ void machine_print(void)
   }
   if (file) fclose(file);
   if (getloadavg(&load, 1) < 1) load = -1;
-  printf("%ld processors, load %.1f, compiler %s\n", sysconf(_SC_NPROCESSORS_ONLN), load, __VERSION__);
+  printf("%ld processors, load %.1f, compiler %s\n", sysconf(_SC_NPROCESSORS_ONLN), load,
+         __VERSION__);
 }
 
 double machine_peak_gflops(void)
@@ -64,9 +67,11 @@ double machine_peak_gflops(void)
     #pragma GCC unroll 10
     for (int i = 0; i < SUMS; i++) {
       sums[i] += x * y;
-      __asm__ volatile("" : REGISTER(sums[i]), REGISTER(x), REGISTER(y));  // keeps each in its register
+      // keeps each in its register
+      __asm__ volatile("" : REGISTER(sums[i]), REGISTER(x), REGISTER(y));
     }
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &end);
-  const double spent_s = (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
+  const double spent_s =
+    (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
   return 2e-9 * LANES * SUMS * ROUNDS / spent_s;
 }

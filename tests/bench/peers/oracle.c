@@ -91,8 +91,8 @@ static int64_t weigh(const struct inputs *in, int64_t token, int head, double *w
 }
 
 // Weights of one query to the gradients of its scores, in `slopes` [keys].
-static void slope(const struct inputs *in, int64_t token, int head, const double *weights, int64_t keys,
-                  double *slopes)
+static void slope(const struct inputs *in, int64_t token, int head, const double *weights,
+                  int64_t keys, double *slopes)
 {
   const struct peers_case *given = in->given;
   const int dim = given->dim, kv_head = head / (given->q_heads / given->kv_heads);
@@ -120,9 +120,10 @@ static void compare_query(const struct inputs *in, int64_t token, int head, cons
   const int dim = given->dim, kv_head = head / (given->q_heads / given->kv_heads);
   const float *summed = given->backward ? in->k : in->v;
   for (int d = 0; d < dim; d++) {
+    const int64_t low = first_key(given, token);
     double sum = 0;
     for (int64_t j = 0; j < keys; j++)
-      sum += factors[j] * (double)row(summed, first_key(given, token) + j, given->kv_heads, kv_head, dim)[d];
+      sum += factors[j] * (double)row(summed, low + j, given->kv_heads, kv_head, dim)[d];
     worsen(worst, (double)result[d], sum);
   }
 }
@@ -180,6 +181,7 @@ double oracle_error(const struct peers_case *given, const float *data, const flo
 double oracle_distance(const struct peers_case *given, const float *a, const float *b)
 {
   double worst = 0;
-  for (size_t i = 0; i < oracle_result_count(given); i++) worsen(&worst, (double)a[i], (double)b[i]);
+  for (size_t i = 0; i < oracle_result_count(given); i++)
+    worsen(&worst, (double)a[i], (double)b[i]);
   return worst;
 }

@@ -1,4 +1,5 @@
-// oracle.h: the data of one case, attention in double for a few of its rows, and how far results are off.
+// oracle.h: the data of one case, attention in double for a few of its rows, and how far results
+// are off.
 #ifndef PEERS_ORACLE_H
 #define PEERS_ORACLE_H
 
@@ -23,8 +24,8 @@ double oracle_pairs(const struct peers_case *given);
 // q, k, v, dout one after the other, about normal, every value a bfloat16.  free() it.
 float *oracle_data(const struct peers_case *given);
 
-// Largest difference from attention in double, divided by max(1, |value|): out of 8 tokens, or dq of 8
-// tokens and dk, dv of the last 3 tokens, all heads.  Infinity if a value is not finite.
+// Largest difference from attention in double, divided by max(1, |value|): out of 8 tokens, or dq
+// of 8 tokens and dk, dv of the last 3 tokens, all heads.  Infinity if a value is not finite.
 double oracle_error(const struct peers_case *given, const float *data, const float *results);
 
 // The same between two results, every value.

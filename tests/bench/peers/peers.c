@@ -1,9 +1,10 @@
-// peers.c: swathe beside what else computes sliding-window attention on this machine: the same data in
-// the same layout, in the same run.  Each peer is a process (see worker.h); within a case they take turns,
-// one whole pass each, and the best pass counts, in CPU time.  Results are compared with attention in
-// double on a few rows, and with swathe's everywhere; a peer that is wrong is called so and gets no ratio.
+// peers.c: swathe beside what else computes sliding-window attention on this machine: the same
+// data in the same layout, in the same run.  Each peer is a process (see worker.h); within a case
+// they take turns, one whole pass each, and the best pass counts, in CPU time.  Results are
+// compared with attention in double on a few rows, and with swathe's everywhere; a peer that is
+// wrong is called so and gets no ratio.
 //
-//   peers WORKERS [options]     WORKERS: the folder with the workers; `run` builds them and calls this
+//   peers WORKERS [options]     WORKERS: the folder of the workers, which `run` builds
 //   peers --help
 #include <getopt.h>
 #include <math.h>
@@ -17,16 +18,17 @@
 
 enum { PEERS = 12, MOST_VALUES = 16, START_LIMIT_S = 400, RUN_LIMIT_S = 300 };
 enum task { FORWARD, BF16, BACKWARD, TASKS };
+static const char letters[TASKS + 1] = "fbg";        // forward, bf16, gradients
 static const char *const task_names[TASKS] = { "forward", "bf16", "backward" };
 static const char *const task_titles[TASKS] = {
-  "forward, fp32: useful GF/s (4 D flops per visible pair and query head), and swathe over the peer",
-  "forward, bf16: useful GF/s (4 D flops per visible pair and query head), and swathe over the peer",
-  "backward, fp32: useful GF/s (10 D flops per visible pair and query head), and swathe over the peer",
+  "forward, fp32: useful GF/s (4 D flops per visible pair and head), and swathe over the peer",
+  "forward, bf16: useful GF/s (4 D flops per visible pair and head), and swathe over the peer",
+  "backward, fp32: useful GF/s (10 D flops per visible pair and head), and swathe over the peer",
 };
 
 static struct peer {
   const char *name, *worker, *argument, *setting;   // setting: one variable of its environment
-  const char *tasks;                                // letters of those it takes part in: f, b(f16), g(radients)
+  const char *tasks;                                // letters of those it takes part in
   char words[TASKS][512];                           // what it said of itself, last
   bool present[TASKS];
   struct child child;
@@ -47,7 +49,7 @@ static struct peer {
   { .name = "torch-mask", .worker = "worker_torch.py", .argument = "mask", .tasks = "fb" },
   { .name = "torch-bmm", .worker = "worker_torch.py", .argument = "bmm", .tasks = "fbg" },
   { .name = "torch-sdpa", .worker = "worker_torch.py", .argument = "sdpa", .tasks = "fbg" },
-  { .name = "torch-flex", .worker = "worker_torch.py", .argument = "flex", .tasks = "fb" },
+  { .name = "torch-flex", .worker = "worker_torch.py", .argument = "flex", .tasks = "fbg" },
 };
 
 static struct options {
@@ -63,11 +65,12 @@ static struct options {
 };
 
 static const char help[] =
-  "peers WORKERS [options]: swathe beside other sliding-window attention on this machine's processor\n"
+  "peers WORKERS [options]: swathe beside other sliding-window attention on this processor\n"
   "  --task LIST     of forward, bf16, backward          all\n"
   "  --window LIST   keys a query sees, its own included 128,1024,4096\n"
   "  --dim LIST      head dims                           64,128,256\n"
-  "  --gqa LIST      query heads of a key head: 1 has 4 heads of each kind, others one key head   1,8\n"
+  "  --gqa LIST      query heads of a key head           1,8\n"
+  "                  (1: 4 heads of each kind, else one key head)\n"
   "  --peers LIST    names as in the table; swathe always takes part\n"
   "  --tokens N      8192\n"
   "  --rounds N      passes of each peer at most, in turns                       7\n"
@@ -120,13 +123,14 @@ static void read_options(int argc, char **argv)
   for (int t = 0; t < TASKS && !chosen; t++) options.tasks[t] = true;
 }
 
-// Every worker gets these: one thread, swathe's kernels in the run's own cache, memory kept by malloc
-// between passes rather than mapped anew (what PyTorch gains most from; the others allocate nothing).
+// Every worker gets these: one thread, swathe's kernels in the run's own cache, memory kept by
+// malloc between passes rather than mapped anew (what PyTorch gains most from; the others
+// allocate nothing).
 static bool start(struct child *child, const struct peer *peer, char *const *arguments)
 {
   char cache[96];
-  const char *settings[] = { "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "MKL_NUM_THREADS=1", cache,
-                             "MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=68719476736",
+  const char *settings[] = { "OMP_NUM_THREADS=1", "OPENBLAS_NUM_THREADS=1", "MKL_NUM_THREADS=1",
+                             "MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=68719476736", cache,
                              peer->setting, NULL };
   snprintf(cache, sizeof cache, "SWATHE_CACHE_DIR=%s/cache", options.directory);
   return child_start(child, arguments, settings);
@@ -141,7 +145,8 @@ static void worker_path(const struct peer *peer, char path[512])
 static void choose_libraries(void)
 {
   static const struct { const char *peer, *variable; } named[] = {
-    { "oneDNN", "PEERS_ONEDNN" }, { "oneDNN-2", "PEERS_ONEDNN_2" }, { "OpenBLAS", "PEERS_OPENBLAS" },
+    { "oneDNN", "PEERS_ONEDNN" }, { "oneDNN-2", "PEERS_ONEDNN_2" },
+    { "OpenBLAS", "PEERS_OPENBLAS" },
     { "O.BLAS-best", "PEERS_OPENBLAS" }, { "OpenBLAS-2", "PEERS_OPENBLAS_2" } };
   static const char *const types[] = {
     "OPENBLAS_CORETYPE=Haswell", "OPENBLAS_CORETYPE=Zen", "OPENBLAS_CORETYPE=SkylakeX",
@@ -167,8 +172,6 @@ static void choose_libraries(void)
   }
 }
 
-static const char letters[TASKS + 1] = "fbg";
-
 static bool takes_part(const struct peer *peer, enum task task)
 {
   if (!peer->name || !strchr(peer->tasks, letters[task])) return false;
@@ -182,7 +185,8 @@ static bool takes_part(const struct peer *peer, enum task task)
 static void enter(struct peer *peer, enum task task, const struct peers_case *given)
 {
   char path[512], data[96], results[96], numbers[5][24];
-  const long long values[5] = { given->tokens, given->window, given->dim, given->q_heads, given->kv_heads };
+  const long long values[5] = {
+    given->tokens, given->window, given->dim, given->q_heads, given->kv_heads };
   const char *python = getenv("PEERS_PYTHON") ? getenv("PEERS_PYTHON") : "python3";
   char *arguments[16] = { 0 };
   int count = 0;
@@ -205,13 +209,15 @@ static void enter(struct peer *peer, enum task task, const struct peers_case *gi
   arguments[count++] = data;
   arguments[count++] = results;
   arguments[count++] = (char *)(uintptr_t)peer->argument;
-  const bool started = start(&peer->child, peer, arguments) && child_ask(&peer->child, NULL, START_LIMIT_S);
+  const bool started =
+    start(&peer->child, peer, arguments) && child_ask(&peer->child, NULL, START_LIMIT_S);
   const bool ready = started && !strncmp(peer->child.words, "ready ", 6);
   if (ready) peer->present[task] = true;
   else child_stop(&peer->child);
+  const char *after = started ? strchr(peer->child.words, ' ') : NULL;
   if (ready || !peer->present[task])
     snprintf(peer->words[task], sizeof peer->words[task], "%s%s", ready ? "" : "absent: ",
-             strchr(peer->child.words, ' ') && started ? strchr(peer->child.words, ' ') + 1 : peer->child.words);
+             after ? after + 1 : peer->child.words);
 }
 
 static void take_turns(double *peak)
@@ -267,7 +273,8 @@ static void compare(const struct peers_case *given, const float *data)
   free(ours);
 }
 
-static void print_result(struct peer *peer, enum task task, const struct peers_case *given, double flops)
+static void print_result(struct peer *peer, enum task task, const struct peers_case *given,
+                         double flops)
 {
   // bf16: 2^-8 of rounding each way, and weights rounded before the second product
   const double limit = given->bf16 ? 2e-2 : 2e-4;
@@ -279,7 +286,8 @@ static void print_result(struct peer *peer, enum task task, const struct peers_c
     snprintf(text, sizeof text, "WRONG %.0e", fmax(peer->error, peer->distance));
   } else if (peer->runs) {
     snprintf(text, sizeof text, "%.1f %5.2f", flops / peer->best_s * 1e-9, ratio);
-    if (!peer->ratios[task][wide] || ratio < peer->least[task][wide]) peer->least[task][wide] = ratio;
+    if (!peer->ratios[task][wide] || ratio < peer->least[task][wide])
+      peer->least[task][wide] = ratio;
     peer->log_sum[task][wide] += log(ratio);
     peer->ratios[task][wide]++;
   }
@@ -309,8 +317,8 @@ static bool measure(enum task task, const struct peers_case *given)
     printf("swathe failed: %s\n", peers[0].words[task]);
     return false;
   }
-  printf("%5lld %4d %3d %6.1f  .%02.0f", (long long)given->window, given->dim,
-         given->q_heads / given->kv_heads, peak, 100 * flops / peers[0].best_s * 1e-9 / peak);
+  printf("%5lld %4d %3d %6.1f %4.2f", (long long)given->window, given->dim,
+         given->q_heads / given->kv_heads, peak, flops / peers[0].best_s * 1e-9 / peak);
   for (struct peer *peer = peers; peer < peers + PEERS; peer++)
     if (takes_part(peer, task)) print_result(peer, task, given, flops);
   printf("   runs");
@@ -351,8 +359,9 @@ static bool print_table(enum task task)
     for (const long *dim = options.dims; *dim; dim++)
       for (const long *group = options.groups; *group; group++) {
         const struct peers_case given = {
-          .backward = task == BACKWARD, .bf16 = task == BF16, .tokens = options.tokens, .window = *window,
-          .dim = (int)*dim, .kv_heads = *group == 1 ? 4 : 1, .q_heads = *group == 1 ? 4 : (int)*group };
+          .backward = task == BACKWARD, .bf16 = task == BF16,
+          .tokens = options.tokens, .window = *window, .dim = (int)*dim,
+          .q_heads = *group == 1 ? 4 : (int)*group, .kv_heads = *group == 1 ? 4 : 1 };
         if (!measure(task, &given)) return false;
       }
   summarise(task);
@@ -371,7 +380,8 @@ int main(int argc, char **argv)
   }
   machine_print();
   choose_libraries();
-  printf("%ld tokens, one thread, best of at most %ld passes in turns, CPU time; peak: fp32 multiply-adds\n\n",
+  printf("%ld tokens, one thread, best of at most %ld passes in turns, CPU time\n"
+         "peak: Gflop/s of fp32 multiply-adds; of: swathe's share of that\n\n",
          options.tokens, options.rounds);
   for (enum task task = FORWARD; task < TASKS && fine; task++)
     if (options.tasks[task]) fine = print_table(task);

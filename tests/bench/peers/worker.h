@@ -1,5 +1,6 @@
-// worker.h: what every C worker of this bench shares.  A worker is one peer in a process of its own:
-// it takes one case from the command line, says what it is, and then does as it is told on stdin.
+// worker.h: what every C worker of this bench shares.  A worker is one peer in a process of its
+// own: it takes one case from the command line, says what it is, and then does as it is told on
+// stdin.
 //
 //   WORKER TASK DTYPE TOKENS WINDOW DIM Q_HEADS KV_HEADS DATA RESULTS [its own arguments]
 //
@@ -7,8 +8,9 @@
 //   it hears  run              ->   the seconds of CPU time that one whole pass took
 //             save             ->   saved, after writing the results of the last pass to RESULTS
 //
-// DATA holds float q [tokens][q_heads][dim], k and v [tokens][kv_heads][dim], dout as q; every value
-// is a bfloat16 too.  RESULTS takes float out (forward), or dq, dk, dv (backward), in that layout.
+// DATA holds float q [tokens][q_heads][dim], k and v [tokens][kv_heads][dim], dout as q; every
+// value is a bfloat16 too.  RESULTS takes float out (forward), or dq, dk, dv (backward), in that
+// layout.
 #ifndef PEERS_WORKER_H
 #define PEERS_WORKER_H
 

@@ -1,6 +1,7 @@
-// worker_gemm.c: the attention that a careful user writes on a library's matrix product: a tile of
-// queries with the query heads of one key head packed into its rows, one product for the scores,
-// a vectorised softmax, one product for the output.  Keys may come in blocks, with a running maximum.
+// worker_gemm.c: the attention that a careful user writes on a library's matrix product: a tile
+// of queries with the query heads of one key head packed into its rows, one product for the
+// scores, a vectorised softmax, one product for the output.  Keys may come in blocks, with a
+// running maximum.
 //
 //   ... RESULTS LIBRARY     a shared library with dnnl_sgemm, cblas_sgemm or scipy_cblas_sgemm
 //   worker_gemm probe LIBRARY     prints the Gflop/s of a product of 512 x 512 and what ran it
@@ -14,8 +15,9 @@
 
 #include "worker.h"
 
-typedef int dnnl_sgemm_call(char, char, int64_t m, int64_t n, int64_t k, float alpha, const float *a,
-                            int64_t lda, const float *b, int64_t ldb, float beta, float *c, int64_t ldc);
+typedef int dnnl_sgemm_call(char, char, int64_t m, int64_t n, int64_t k, float alpha,
+                            const float *a, int64_t lda, const float *b, int64_t ldb, float beta,
+                            float *c, int64_t ldc);
 typedef void cblas_sgemm_call(int order, int, int, int m, int n, int k, float alpha, const float *a,
                               int lda, const float *b, int ldb, float beta, float *c, int ldc);
 enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
@@ -23,7 +25,8 @@ enum { ROW_MAJOR = 101, PLAIN = 111, TRANSPOSED = 112 };
 static dnnl_sgemm_call *dnnl_sgemm;
 static cblas_sgemm_call *cblas_sgemm;
 
-// A tile has `rows` packed rows (tokens x query heads of one key head) and takes `keys` at a time, 0: all.
+// A tile has `rows` packed rows (tokens x query heads of one key head) and takes `keys` at a
+// time, 0: all.
 static const struct shape { int rows, keys; } shapes[] = {
   { 32, 0 }, { 64, 0 }, { 128, 0 }, { 256, 0 }, { 512, 0 },
   { 64, 512 }, { 128, 512 }, { 256, 512 }, { 512, 512 }, { 256, 1024 },
@@ -106,7 +109,8 @@ static float soften(float *restrict row, int64_t keys, int64_t begin, int64_t en
   for (int64_t j = 0; j < begin; j++) row[j] = 0;
   for (int64_t j = end > begin ? end : begin; j < keys; j++) row[j] = 0;
   #pragma omp simd reduction(max : largest)
-  for (int64_t j = begin; j < end; j++) largest = row[j] * scale > largest ? row[j] * scale : largest;
+  for (int64_t j = begin; j < end; j++)
+    largest = row[j] * scale > largest ? row[j] * scale : largest;
   #pragma omp simd reduction(+ : total)
   for (int64_t j = begin; j < end; j++) {
     row[j] = exp2_fast(row[j] * scale - largest);
@@ -141,7 +145,8 @@ static void block(struct work *work, int head, int64_t first, int64_t tokens, in
       for (int64_t d = 0; d < dim; d++) product[d] *= shrink;
   }
   multiply(false, rows, dim, keys, work->scores, lds,
-           given->v + (low * given->kv_heads + head) * dim, ldk, begins ? 0 : 1, work->product, dim);
+           given->v + (low * given->kv_heads + head) * dim, ldk, begins ? 0 : 1, work->product,
+           dim);
 }
 
 static void tile(struct work *work, int head, int64_t first, int64_t tokens, int64_t most_keys)
@@ -153,14 +158,16 @@ static void tile(struct work *work, int head, int64_t first, int64_t tokens, int
   int64_t ldq = given->kv_heads == 1 ? dim : row_stride;   // one head a group: rows stand in place
   if (given->kv_heads > 1 && group > 1) {
     for (int64_t t = 0; t < tokens; t++)
-      memcpy(work->queries + t * group * dim, q + t * row_stride, (size_t)(group * dim) * sizeof *q);
+      memcpy(work->queries + t * group * dim, q + t * row_stride,
+             (size_t)(group * dim) * sizeof *q);
     q = work->queries, ldq = dim;
   }
   for (int64_t row = 0; row < tokens * group; row++) work->top[row] = -1e30f, work->sum[row] = 0;
   const int64_t low = first - given->window + 1 > 0 ? first - given->window + 1 : 0;
   const int64_t high = first + tokens, step = most_keys ? most_keys : high - low;
   for (int64_t key = low; key < high; key += step)
-    block(work, head, first, tokens, key, high - key < step ? high - key : step, key == low, q, ldq);
+    block(work, head, first, tokens, key, high - key < step ? high - key : step, key == low, q,
+          ldq);
   for (int64_t row = 0; row < tokens * group; row++) {
     const float inverse = 1 / work->sum[row];
     const float *product = work->product + row * dim;
@@ -223,7 +230,8 @@ int main(int argc, char **argv)
   work.out = worker_memory(given.q_count * sizeof *work.out);
   work.queries = worker_memory((size_t)(MOST_ROWS * given.dim) * sizeof *work.out);
   work.product = worker_memory((size_t)(MOST_ROWS * given.dim) * sizeof *work.out);
-  work.scores = worker_memory((size_t)(MOST_ROWS * (MOST_ROWS + given.window + 16)) * sizeof *work.out);
+  work.scores =
+    worker_memory((size_t)(MOST_ROWS * (MOST_ROWS + given.window + 16)) * sizeof *work.out);
   work.shape = worker_best_shape(&given, pass, &work, SHAPES);
   snprintf(words, sizeof words, "%s, tiles of %d rows, %d keys", library, shapes[work.shape].rows,
            shapes[work.shape].keys);

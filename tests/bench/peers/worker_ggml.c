@@ -1,6 +1,7 @@
-// worker_ggml.c: ggml's flash attention.  Its mask is dense, so the queries go in chunks, each with the
-// keys its window can reach and no more; chunk lengths are tried as tile shapes are.  Views of q, k and v
-// in place, key heads shared as ggml shares them; the masks are made before the clock runs.
+// worker_ggml.c: ggml's flash attention.  Its mask is dense, so the queries go in chunks, each
+// with the keys its window can reach and no more; chunk lengths are tried as tile shapes are.
+// Views of q, k and v in place, key heads shared as ggml shares them; the masks are made before
+// the clock runs.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

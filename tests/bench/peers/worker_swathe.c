@@ -1,5 +1,5 @@
-// worker_swathe.c: swathe itself, through its public header: one rank, one thread, the default config
-// (its tuning database is one that does not exist).
+// worker_swathe.c: swathe itself, through its public header: one rank, one thread, the default
+// config (its tuning database is one that does not exist).
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,12 +19,14 @@ static void check(enum swathe_status status)
   if (status) worker_absent("%s", swathe_error());
 }
 
-// A tensor [tokens][heads][dim] of the problem's type, from floats that are bfloat16 values; NULL: zeros.
+// A tensor [tokens][heads][dim] of the problem's type, from floats that are bfloat16 values;
+// NULL: zeros.
 static struct swathe_tensor make_tensor(const struct work *work, const float *values, int heads)
 {
   const int64_t row = (int64_t)heads * work->given->dim;
   const size_t count = (size_t)(work->given->tokens * row);
-  struct swathe_tensor tensor = { worker_memory(count * work->elem_bytes), row, work->given->dim, 0 };
+  struct swathe_tensor tensor = {
+    worker_memory(count * work->elem_bytes), row, work->given->dim, 0 };
   for (size_t i = 0; values && i < count; i++) {
     const char *from = (const char *)&values[i] + sizeof *values - work->elem_bytes;  // high half
     memcpy((char *)tensor.data + i * work->elem_bytes, from, work->elem_bytes);
@@ -94,8 +96,10 @@ int main(int argc, char **argv)
   check(swathe_open(&options, &context));
   make_layer(&work, context);
   work.tensors = (struct swathe_tensors){
-    .q = make_tensor(&work, given.q, given.q_heads), .k = make_tensor(&work, given.k, given.kv_heads),
-    .v = make_tensor(&work, given.v, given.kv_heads), .out = make_tensor(&work, NULL, given.q_heads),
+    .q = make_tensor(&work, given.q, given.q_heads),
+    .k = make_tensor(&work, given.k, given.kv_heads),
+    .v = make_tensor(&work, given.v, given.kv_heads),
+    .out = make_tensor(&work, NULL, given.q_heads),
     .lse = { worker_memory((size_t)(given.tokens * given.q_heads) * 4), given.q_heads, 1, 0 } };
   if (given.backward) {
     work.tensors.dout = make_tensor(&work, given.dout, given.q_heads);

@@ -1,4 +1,4 @@
-"""worker_torch.py: PyTorch's ways to a sliding window, as one worker each (see worker.h for its words).
+"""worker_torch.py: PyTorch's ways to a sliding window, a worker each (its words: see worker.h).
 
   ... RESULTS MODE
     mask   scaled_dot_product_attention with a dense [tokens, tokens] mask
@@ -6,8 +6,8 @@
     sdpa   the same band, each block by scaled_dot_product_attention with a mask
     flex   FlexAttention, compiled, with a block mask
 
-Masks, block masks and compilation stay outside the clock; blocks of 32 to 512 queries are tried on the
-last 512 tokens.  Backward times .backward() alone, forward's own saving of the weights included there.
+Masks, block masks and compilation stay outside the clock; blocks of 32 to 512 queries are tried on
+the last 512 tokens.  Backward times the gradients alone, not what forward saved for them.
 """
 import math
 import sys
