@@ -142,17 +142,20 @@ static void put_dot(struct cli_page *page, const struct cli_history *history,
                     const struct scale *scale, int64_t i)
 {
   const struct cli_history_sample *sample = &history->samples[i];
+  const char *verdict = cli_history_verdict_name(sample->verdict);
   const bool timed = sample->verdict == CLI_RIGHT;
+  const double y = timed ? y_of(scale, sample->ratio) : scale->lane[sample->verdict];
   const struct cli_text time = cli_report_time(sample->median_us);
   char words[128];
 
-  if (timed) snprintf(words, sizeof words, "%s, %.3f of the default", time.text, sample->ratio);
-  else snprintf(words, sizeof words, "%s", cli_history_verdict_name(sample->verdict));
-  cli_page_put(page, "chart_dot", "verdict", cli_history_verdict_name(sample->verdict), "x",
-               number(x_of(scale, i)).text, "y",
-               number(timed ? y_of(scale, sample->ratio) : scale->lane[sample->verdict]).text,
-               "number", cli_report_number(0, (double)i + 1).text, "words", words, "config",
-               sample->config, "when", sample->when, NULL);
+  if (timed)
+    snprintf(words, sizeof words, "%s, %.3f of the default%s", time.text, sample->ratio,
+             sample->noisy ? ", noisy" : "");
+  else snprintf(words, sizeof words, "%s", verdict);
+  cli_page_put(page, sample->noisy ? "chart_dot_noisy" : "chart_dot", "verdict", verdict, "x",
+               number(x_of(scale, i)).text, "y", number(y).text, "number",
+               cli_report_number(0, (double)i + 1).text, "words", words, "config", sample->config,
+               "when", sample->when, NULL);
 }
 
 static void put_dots(struct cli_page *page, struct cli_chart *chart, const struct scale *scale)

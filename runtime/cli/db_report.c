@@ -218,7 +218,8 @@ static void put_rival(struct cli_page *page, const struct cli_history *history, 
                cli_report_number(3, sample->ratio).text, "low",
                cli_report_number(3, sample->low).text, "high",
                cli_report_number(3, sample->high).text, "time",
-               cli_report_time(sample->median_us).text, "runs", count(sample->runs).text, NULL);
+               cli_report_time(sample->median_us).text, "runs", count(sample->runs).text, "noise",
+               sample->noisy ? ", noisy" : "", NULL);
   put_config(page, sample->config, history->samples[history->ranking[0]].config);
   cli_page_put(page, "rival_end", "when", sample->when, NULL);
 }
@@ -270,6 +271,8 @@ static void put_section(struct report *report, const struct cli_history *history
 {
   struct cli_page *page = &report->sections;
   const double default_us = cli_history_default_us(history);
+  int64_t noisy = 0;
+  for (int64_t i = 0; i < history->count; i++) noisy += history->samples[i].noisy;
   int64_t share = report->samples ? MOST_DOTS * history->count / report->samples : 0;
   if (share < LEAST_CHART_DOTS) share = LEAST_CHART_DOTS;
   if (share > MOST_CHART_DOTS) share = MOST_CHART_DOTS;
@@ -295,6 +298,7 @@ static void put_section(struct report *report, const struct cli_history *history
   cli_page_put(page, "counts_end", "time",
                default_us > 0 ? cli_report_time(default_us).text : "not measured", NULL);
   if (pick) cli_page_put(page, "counts_pick", NULL);
+  if (noisy) cli_page_put(page, "counts_noisy", "samples", count(noisy).text, NULL);
   cli_page_put(page, "figure", NULL);
   cli_chart_put(page, &chart);
   if (chart.drawn < history->count)

@@ -7,7 +7,7 @@
 
 static const char *const verdict_names[] = {
   [CLI_RIGHT] = "ok",    [CLI_WRONG] = "wrong",     [CLI_COMPILE] = "compile",
-  [CLI_CRASH] = "crash", [CLI_TIMEOUT] = "timeout",
+  [CLI_CRASH] = "crash", [CLI_TIMEOUT] = "timeout", [CLI_OOM] = "oom",
 };
 
 const char *cli_history_verdict_name(enum cli_verdict verdict) { return verdict_names[verdict]; }
@@ -43,8 +43,7 @@ static int ascending(const void *a, const void *b)
   return (x > y) - (x < y);
 }
 
-// The middle half of the timings, as shares of their median, times the ratio: that one is a median of
-// pairs.
+// The middle half of the timings, as shares of their median, times the ratio: a median of pairs.
 static bool find_quartiles(const struct swathe_sample *sample, struct cli_history_sample *copy)
 {
   copy->low = copy->high = sample->ratio;
@@ -82,6 +81,7 @@ enum cli_exit cli_history_add(struct cli_history *history, const struct swathe_s
     .ratio = verdict == CLI_RIGHT ? sample->ratio : 0,
     .median_us = sample->median_us,
     .runs = sample->runs,
+    .noisy = sample->noisy,
   };
   history->count++;
   history->verdicts[verdict]++;

@@ -43,7 +43,7 @@ enum cli_exit cli_page_begin(struct cli_page *page)
   return page->file ? CLI_OK : cli_fail(CLI_FAILED, "out of memory for the page");
 }
 
-// As text of an element or of a quoted attribute.  What is not UTF-8 or not printable becomes U+FFFD.
+// As text of an element or of a quoted attribute.  What is not printable becomes U+FFFD.
 static void put_escaped(FILE *file, const char *text)
 {
   while (*text) {

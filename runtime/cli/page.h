@@ -1,8 +1,8 @@
 // page.h: one HTML page from templates/report.html.  All markup stands in the template and every
 // value is escaped on its way in: a text of a shared database can say anything and change nothing.
 //
-// The template is pieces.  A line "<!--@ NAME -->" begins one, the next such line ends it, and the line
-// break before that too; $(name) in it is a value's place.
+// The template is pieces.  A line "<!--@ NAME -->" begins one, the line break before the next such
+// line ends it; $(name) in it is a value's place.
 #ifndef CLI_PAGE_H
 #define CLI_PAGE_H
 
