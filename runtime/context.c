@@ -180,6 +180,11 @@ void swathe_close(struct swathe_context *context)
   free(context);
 }
 
+const char *swathe_database_path(const struct swathe_context *context)
+{
+  return context->database;
+}
+
 void swathe_free(void *text) { free(text); }
 
 void sw_context_environment(const struct swathe_context *context,

@@ -226,6 +226,9 @@ SWATHE_API enum swathe_status swathe_open(const struct swathe_options *options,
 // After every layer made from it.
 SWATHE_API void swathe_close(struct swathe_context *context);
 
+// Where the picks are kept; "" if there is no place for them.  Borrowed until close.
+SWATHE_API const char *swathe_database_path(const struct swathe_context *context);
+
 // Frees text that a call returned.
 SWATHE_API void swathe_free(void *text);
 
@@ -340,9 +343,13 @@ SWATHE_API void swathe_kernel_counts(struct swathe_context *context, int64_t *co
 
 struct swathe_progress {
   enum swathe_direction direction;
-  int64_t tried, total;         // candidates of this direction; total is an upper bound
-  double elapsed_s, budget_s;   // of the whole call
-  double default_us, best_us;   // median of one launch; 0 until known
+  // all of this direction: with both, forward may use half of the call's budget and backward the rest
+  int64_t tried, total;         // candidates; total is an upper bound
+  int64_t refused;              // points of the space that its rules turned away
+  double elapsed_s, budget_s;
+  double left_s;                // until its end, as far as can be told
+  double default_us, best_us;   // median time of the rank's share; 0 until known
+  double limit_share;           // of the machine's multiply-add or memory peak that the best reaches; 0: not known
   const char *best, *trying;    // configs; borrowed during the call
 };
 
@@ -351,6 +358,9 @@ struct swathe_tune_options {
   bool forward, backward;       // which; both false means both
   bool exhaustive;              // also what `prefer` rules think unlikely to win
   bool again;                   // measure even what the database already has
+  double good_enough;           // ends when the best reaches this share of the machine's peak; 0: 0.95, < 0: never
+  double wait_s;                // for another process that tunes into the same database; 0: 60
+  int64_t memory_bytes;         // most that a candidate's workspaces may take; 0: half of the machine's
   double trial_s;               // a candidate is killed after this, beside what the default takes; 0: 20
   void (*progress)(void *arg, const struct swathe_progress *progress);  // or NULL
   void *arg;
@@ -361,12 +371,17 @@ struct swathe_tuned {
   char config[512];
   double default_us, best_us, ratio;  // ratio: best / default, median of paired runs
   int64_t tried, rejected, failed;    // rejected: wrong result; failed: did not compile, crashed or hung
+  double limit_share;                 // as in swathe_progress
   bool reused;                        // the database had it; nothing was measured
+  bool noisy;                         // others used the machine; an earlier quiet pick was not replaced
+  bool good_enough;                   // it ended because the best is that near the machine's peak
 };
 
 // Measures one rank's share of the problem on this machine and stores samples and picks.  The default
 // config always takes part; each candidate must match the reference before it may win.  Resumes where an
-// interrupted call stopped.  `tuned` is [2], by direction.  SWATHE_INTERRUPTED: stopped, but kept.
+// interrupted call stopped.  A finished pick is replaced only by one that beats it by more than the noise.
+// `tuned` is [2], by direction.  SWATHE_INTERRUPTED: stopped, but kept.  SWATHE_TIMEOUT: another process
+// tunes into the same database.
 SWATHE_API enum swathe_status swathe_tune(struct swathe_context *context,
                                           const struct swathe_problem *problem,
                                           const struct swathe_tune_options *options,

@@ -1,5 +1,5 @@
-// trial.c: check a candidate, then time it in turn with the incumbent, in a child process.  The child
-// shares the parent's inputs by fork, reports through a pipe, and dies with its parent.
+// trial.c: checks a candidate, and times several in turn, in child processes.  A child shares the
+// parent's inputs by fork, reports through a socket, and dies with its parent.
 #include "trial.h"
 
 #include <errno.h>
@@ -12,18 +12,25 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
-// Useful floating-point operations of one timed launch, at most about this many (one item at least per
-// thread): long enough to time, short enough to repeat.
-static const double launch_flops = 4e9;
+// One timing: a part of the share that takes about this long, or, if all of it takes less, as many
+// launches as fit.  Long enough to time, short enough for many rounds.
+static const double timing_us = 20000;
+enum { MOST_LAUNCHES = 32 };
 
-// A trial is killed after this long (if the caller says nothing), plus many times what the default takes.
+// A round is noisy when its process got less than this share of what it got in the best round.
+static const double quiet_share = 0.95;
+
+// A trial is killed after this long (if the caller says nothing), plus many times what the
+// default takes.
 static const double default_trial_s = 20;
 
-// A key window up to this is checked at its far edge too; beyond it the reference would take too long.
+// A key window up to this is checked at its far edge too; beyond it the reference would take too
+// long.
 enum { MOST_CHECKED_WINDOW = 4096 };
 
 // Tensors of one problem, rows packed [row][head][dim].
@@ -36,9 +43,23 @@ struct tensors {
 
 // The reference's answers for some rows of the small problem.
 struct answers {
-  bool *query, *key;                 // [tokens]: which are checked
+  bool *query, *key;  // [tokens]: which are checked
   bool dsink_known;
   double *out, *lse, *delta, *dq, *dk, *dv, *dsink;
+};
+
+// One rank of a group whose others are not there.  Loaded, it moves as many bytes as the halo
+// has, a piece at a time when the launch lets it, as a transport within one machine would; what
+// arrives is not the neighbours' keys, but costs the same.  A timing that covers a part of the
+// share moves that part.
+struct alone {
+  struct swathe_transport transport;
+  bool loaded;
+  double part;      // of the share that is computed
+  char *elsewhere;  // PIECE bytes: stands for the wire
+  struct sw_transport_message *messages;
+  int32_t count, next;
+  size_t done_bytes;  // of messages[next]
 };
 
 struct sw_trial_bench {
@@ -46,50 +67,74 @@ struct sw_trial_bench {
   struct swathe_problem problem;
   enum swathe_direction direction;
   struct tensors small, share;
-  struct swathe_span spans[2];       // the small problem lies in two pieces with a gap between
+  struct swathe_span spans[2];  // the small problem lies in two pieces with a gap between
   int64_t rank_spans[2], small_rows, small_tokens;
   struct answers answers;
-  struct swathe_transport alone;
-  int64_t share_tokens;              // query tokens times key heads of the whole share
+  struct alone alone;
+  int64_t share_tokens;  // query tokens times key heads of the whole share
+  int64_t timed_tokens;  // of them, about how many a timing covers
   double default_us, trial_s;
+  int64_t memory_bytes;
+  pid_t racers;       // the process that times; 0: none
+  int racers_end;     // of its socket
+  double best_share;  // of the processors, that a round got
 };
 
-// ---- A transport that moves nothing --------------------------------------------------------------
+// ---- A transport that only copies -------------------------------------------------------------
+
+enum { PIECE = 1 << 16 };
 
 static enum swathe_status alone_post(struct swathe_transport *transport,
                                      const struct sw_transport_message *messages, int32_t count)
 {
-  (void)transport, (void)messages, (void)count;
+  struct alone *alone = (struct alone *)transport;
+  alone->next = alone->count = 0;
+  alone->done_bytes = 0;
+  if (!alone->loaded || !count) return SWATHE_OK;
+  struct sw_transport_message *kept =
+      realloc(alone->messages, (size_t)count * sizeof *alone->messages);
+  if (!kept) return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId32 " messages", count);
+  memcpy(kept, messages, (size_t)count * sizeof *kept);
+  for (int32_t i = 0; i < count; i++) kept[i].bytes = (size_t)((double)kept[i].bytes * alone->part);
+  alone->messages = kept;
+  alone->count = count;
   return SWATHE_OK;
 }
 
 static enum swathe_status alone_test(struct swathe_transport *transport, bool *done)
 {
-  (void)transport;
-  *done = true;
+  struct alone *alone = (struct alone *)transport;
+  if (alone->next < alone->count) {
+    const struct sw_transport_message *message = &alone->messages[alone->next];
+    const size_t left = message->bytes - alone->done_bytes, piece = left < PIECE ? left : PIECE;
+    char *at = (char *)message->data + alone->done_bytes;
+    memcpy(message->send ? alone->elsewhere : at, message->send ? at : alone->elsewhere, piece);
+    alone->done_bytes += piece;
+    if (alone->done_bytes == message->bytes) alone->next++, alone->done_bytes = 0;
+  }
+  *done = alone->next == alone->count;
   return SWATHE_OK;
 }
 
 static enum swathe_status alone_wait(struct swathe_transport *transport)
 {
-  (void)transport;
+  for (bool done = false; !done;) alone_test(transport, &done);
   return SWATHE_OK;
 }
 
-static enum swathe_status alone_gather(struct swathe_transport *transport, const void *mine, size_t bytes,
-                                       void *all)
+static enum swathe_status alone_gather(struct swathe_transport *transport, const void *mine,
+                                       size_t bytes, void *all)
 {
-  for (int32_t r = 0; r < transport->ranks; r++) memcpy((char *)all + (size_t)r * bytes, mine, bytes);
+  for (int32_t r = 0; r < transport->ranks; r++)
+    memcpy((char *)all + (size_t)r * bytes, mine, bytes);
   return SWATHE_OK;
 }
 
-// One rank of a group whose others are not there: kernels are timed on its share, with whatever the halo's
-// buffer holds.
 static const struct sw_transport_operations alone_operations = {
   .post = alone_post, .test = alone_test, .wait = alone_wait, .gather = alone_gather
 };
 
-// ---- Tensors -------------------------------------------------------------------------------------
+// ---- Tensors ----------------------------------------------------------------------------------
 
 // xorshift64* (Vigna 2016): uniform in [-sqrt 3, sqrt 3), so of variance 1.
 static float next_random(uint64_t *state)
@@ -103,8 +148,9 @@ static float next_random(uint64_t *state)
 
 static double element(const struct swathe_problem *problem, const void *data, int64_t index)
 {
-  return problem->dtype == SWATHE_BF16 ? (double)sw_problem_from_bf16(((const uint16_t *)data)[index])
-                                       : (double)((const float *)data)[index];
+  return problem->dtype == SWATHE_BF16
+             ? (double)sw_problem_from_bf16(((const uint16_t *)data)[index])
+             : (double)((const float *)data)[index];
 }
 
 static void *make(const struct swathe_problem *problem, int64_t elements, uint64_t seed)
@@ -122,11 +168,13 @@ static void *make(const struct swathe_problem *problem, int64_t elements, uint64
 
 static void free_tensors(struct tensors *t)
 {
-  void *const all[] = { t->q, t->k, t->v, t->out, t->dout, t->dq, t->dk, t->dv, t->lse, t->sink, t->dsink };
+  void *const all[] = { t->q,  t->k,  t->v,   t->out,  t->dout, t->dq,
+                        t->dk, t->dv, t->lse, t->sink, t->dsink };
   for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-static enum swathe_status make_tensors(struct tensors *t, const struct swathe_problem *problem, int64_t rows)
+static enum swathe_status make_tensors(struct tensors *t, const struct swathe_problem *problem,
+                                       int64_t rows)
 {
   const int64_t q = rows * problem->q_heads * problem->head_dim_qk;
   const int64_t o = rows * problem->q_heads * problem->head_dim_v;
@@ -136,14 +184,22 @@ static enum swathe_status make_tensors(struct tensors *t, const struct swathe_pr
 
   floats.dtype = SWATHE_F32;
   *t = (struct tensors){
-    .problem = *problem, .rows = rows,
-    .q = make(problem, q, 11), .k = make(problem, k, 12), .v = make(problem, v, 13),
-    .dout = make(problem, o, 14), .sink = make(&floats, problem->q_heads, 15),
-    .out = make(problem, o, 0), .dq = make(problem, q, 0), .dk = make(problem, k, 0),
-    .dv = make(problem, v, 0), .lse = make(&floats, rows * problem->q_heads, 0),
+    .problem = *problem,
+    .rows = rows,
+    .q = make(problem, q, 11),
+    .k = make(problem, k, 12),
+    .v = make(problem, v, 13),
+    .dout = make(problem, o, 14),
+    .sink = make(&floats, problem->q_heads, 15),
+    .out = make(problem, o, 0),
+    .dq = make(problem, q, 0),
+    .dk = make(problem, k, 0),
+    .dv = make(problem, v, 0),
+    .lse = make(&floats, rows * problem->q_heads, 0),
     .dsink = make(&floats, problem->q_heads, 0),
   };
-  if (t->q && t->k && t->v && t->dout && t->sink && t->out && t->dq && t->dk && t->dv && t->lse && t->dsink)
+  if (t->q && t->k && t->v && t->dout && t->sink && t->out && t->dq && t->dk && t->dv && t->lse &&
+      t->dsink)
     return SWATHE_OK;
   return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " rows to tune on", rows);
 }
@@ -171,12 +227,14 @@ static struct swathe_tensors call_of(struct tensors *t)
   };
 }
 
-// ---- The small problem and the reference's answers -----------------------------------------------
+// ---- The small problem and the reference's answers --------------------------------------------
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// A row of the small problem in the sequence's order, as floats: the token lies behind the gap or before.
-static float *sequence_of(const struct sw_trial_bench *bench, const void *data, int32_t heads, int32_t dim)
+// A row of the small problem in the sequence's order, as floats: the token lies behind the gap or
+// before.
+static float *sequence_of(const struct sw_trial_bench *bench, const void *data, int32_t heads,
+                          int32_t dim)
 {
   const int64_t row = (int64_t)heads * dim;
   float *floats = calloc((size_t)(bench->small_tokens * row), sizeof *floats);
@@ -193,8 +251,8 @@ static int64_t small_row(const struct sw_trial_bench *bench, int64_t token)
   return bench->spans[s].row + token - bench->spans[s].position;
 }
 
-// Which rows are checked: all of a cheap problem; else both ends, both sides of the window's far edge and
-// of the gap, and the keys that few queries see.
+// Which rows are checked: all of a cheap problem; else both ends, both sides of the window's far
+// edge and of the gap, and the keys that few queries see.
 static void choose_rows(struct sw_trial_bench *bench)
 {
   const int64_t n = bench->small_tokens, left = bench->small.problem.window_left;
@@ -222,10 +280,11 @@ static void answer(struct sw_trial_bench *bench, const struct swathe_sequence *s
   if (bench->direction == SWATHE_FORWARD) return;
   for (int64_t t = 0; t < bench->small_tokens; t++) {
     if (a->query[t])
-      swathe_reference_dq(p, sequence, a->lse, a->delta, 0, t, a->dq + t * p->q_heads * p->head_dim_qk,
-                          a->dsink);
+      swathe_reference_dq(p, sequence, a->lse, a->delta, 0, t,
+                          a->dq + t * p->q_heads * p->head_dim_qk, a->dsink);
     if (a->key[t])
-      swathe_reference_dkv(p, sequence, a->lse, a->delta, 0, t, a->dk + t * p->kv_heads * p->head_dim_qk,
+      swathe_reference_dkv(p, sequence, a->lse, a->delta, 0, t,
+                           a->dk + t * p->kv_heads * p->head_dim_qk,
                            a->dv + t * p->kv_heads * p->head_dim_v);
   }
 }
@@ -239,7 +298,8 @@ static void free_answers(struct answers *a)
 static enum swathe_status prepare_answers(struct sw_trial_bench *bench)
 {
   const struct swathe_problem *p = &bench->small.problem;
-  const size_t n = (size_t)bench->small_tokens, heads = (size_t)p->q_heads, kv = (size_t)p->kv_heads;
+  const size_t n = (size_t)bench->small_tokens, heads = (size_t)p->q_heads,
+               kv = (size_t)p->kv_heads;
   const size_t qk = (size_t)p->head_dim_qk, v = (size_t)p->head_dim_v;
   struct answers *a = &bench->answers;
   float *const floats[] = {
@@ -249,19 +309,26 @@ static enum swathe_status prepare_answers(struct sw_trial_bench *bench)
     sequence_of(bench, bench->small.dout, p->q_heads, p->head_dim_v),
   };
   *a = (struct answers){
-    .query = calloc(n, sizeof(bool)), .key = calloc(n, sizeof(bool)),
-    .out = calloc(n * heads * v, sizeof(double)), .lse = calloc(n * heads, sizeof(double)),
-    .delta = calloc(n * heads, sizeof(double)), .dq = calloc(n * heads * qk, sizeof(double)),
-    .dk = calloc(n * kv * qk, sizeof(double)), .dv = calloc(n * kv * v, sizeof(double)),
+    .query = calloc(n, sizeof(bool)),
+    .key = calloc(n, sizeof(bool)),
+    .out = calloc(n * heads * v, sizeof(double)),
+    .lse = calloc(n * heads, sizeof(double)),
+    .delta = calloc(n * heads, sizeof(double)),
+    .dq = calloc(n * heads * qk, sizeof(double)),
+    .dk = calloc(n * kv * qk, sizeof(double)),
+    .dv = calloc(n * kv * v, sizeof(double)),
     .dsink = calloc(heads, sizeof(double)),
   };
-  const bool memory = a->query && a->key && a->out && a->lse && a->delta && a->dq && a->dk && a->dv &&
-                      a->dsink && floats[0] && floats[1] && floats[2] && floats[3];
+  const bool memory = a->query && a->key && a->out && a->lse && a->delta && a->dq && a->dk &&
+                      a->dv && a->dsink && floats[0] && floats[1] && floats[2] && floats[3];
   if (memory) {
-    const struct swathe_sequence sequence = {
-      .batch = 1, .tokens = bench->small_tokens, .q = floats[0], .k = floats[1], .v = floats[2],
-      .dout = floats[3], .sink = p->sinks ? bench->small.sink : NULL
-    };
+    const struct swathe_sequence sequence = { .batch = 1,
+                                              .tokens = bench->small_tokens,
+                                              .q = floats[0],
+                                              .k = floats[1],
+                                              .v = floats[2],
+                                              .dout = floats[3],
+                                              .sink = p->sinks ? bench->small.sink : NULL };
     choose_rows(bench);
     answer(bench, &sequence);
   }
@@ -269,7 +336,7 @@ static enum swathe_status prepare_answers(struct sw_trial_bench *bench)
   return memory ? SWATHE_OK : sw_fail(SWATHE_NO_MEMORY, "no memory for the reference's answers");
 }
 
-// ---- Check ---------------------------------------------------------------------------------------
+// ---- Check ------------------------------------------------------------------------------------
 
 struct limits {
   double out, lse, gradient;
@@ -277,17 +344,21 @@ struct limits {
 
 static struct limits limits_of(enum swathe_dtype dtype)
 {
-  return dtype == SWATHE_BF16 ? (struct limits){ 2e-2, 1e-3, 2e-2 } : (struct limits){ 2e-5, 2e-5, 1e-4 };
+  return dtype == SWATHE_BF16 ? (struct limits){ 2e-2, 1e-3, 2e-2 }
+                              : (struct limits){ 2e-5, 2e-5, 1e-4 };
 }
 
-// Compares `count` values at `row` of a packed tensor; false with words at the first that is too far off.
-static bool compare(const struct swathe_problem *problem, const char *name, const void *data, int64_t row,
-                    int64_t count, const double *expected, double limit, int64_t token, char words[256])
+// Compares `count` values at `row` of a packed tensor; false with words at the first that is too
+// far off.
+static bool compare(const struct swathe_problem *problem, const char *name, const void *data,
+                    int64_t row, int64_t count, const double *expected, double limit, int64_t token,
+                    char words[256])
 {
   for (int64_t i = 0; i < count; i++) {
     const double got = element(problem, data, row * count + i), want = expected[i];
     if (fabs(got - want) <= limit * fmax(1, fabs(want))) continue;
-    snprintf(words, 256, "%s of token %" PRId64 ", element %" PRId64 ": %.7g, the reference has %.7g", name,
+    snprintf(words, 256,
+             "%s of token %" PRId64 ", element %" PRId64 ": %.7g, the reference has %.7g", name,
              token, i, got, want);
     return false;
   }
@@ -309,8 +380,8 @@ static bool compare_token(struct sw_trial_bench *bench, int64_t token, char word
   if (bench->direction == SWATHE_FORWARD)
     return !a->query[token] ||
            (compare(p, "out", t->out, row, o, a->out + token * o, limits.out, token, words) &&
-            compare(&floats, "lse", t->lse, row, p->q_heads, a->lse + token * p->q_heads, limits.lse, token,
-                    words));
+            compare(&floats, "lse", t->lse, row, p->q_heads, a->lse + token * p->q_heads,
+                    limits.lse, token, words));
   if (a->query[token] &&
       !compare(p, "dq", t->dq, row, q, a->dq + token * q, limits.gradient, token, words))
     return false;
@@ -319,8 +390,8 @@ static bool compare_token(struct sw_trial_bench *bench, int64_t token, char word
           compare(p, "dv", t->dv, row, v, a->dv + token * v, limits.gradient, token, words));
 }
 
-// Forward's results for backward to start from: the reference's where known, else the default kernel's,
-// which the forward trials check.
+// Forward's results for backward to start from: the reference's where known, else the default
+// kernel's, which the forward trials check.
 static void start_backward(struct sw_trial_bench *bench)
 {
   const struct swathe_problem *p = &bench->small.problem;
@@ -347,29 +418,65 @@ static enum swathe_status make_layer(struct sw_trial_bench *bench, bool small, c
 {
   const char *configs[2] = { config, config };
   const struct swathe_problem *p = small ? &bench->small.problem : &bench->problem;
-  const struct swathe_sharding two_pieces = {
-    .layout = SWATHE_SPANS, .ranks = 1, .batch = 1, .tokens = bench->small_tokens, .spans = bench->spans,
-    .rank_spans = bench->rank_spans, .rank_rows = &bench->small_rows
-  };
-  const struct swathe_sharding share = {
-    .layout = p->layout == SWATHE_SPANS ? SWATHE_CONTIGUOUS : p->layout, .ranks = p->ranks, .batch = 1,
-    .tokens = p->tokens_per_rank * p->ranks
-  };
-  enum swathe_status status = sw_layer_create(bench->context, p, small ? NULL : &bench->alone, configs,
-                                              1u << bench->direction, layer);
+  const struct swathe_sharding two_pieces = { .layout = SWATHE_SPANS,
+                                              .ranks = 1,
+                                              .batch = 1,
+                                              .tokens = bench->small_tokens,
+                                              .spans = bench->spans,
+                                              .rank_spans = bench->rank_spans,
+                                              .rank_rows = &bench->small_rows };
+  const struct swathe_sharding share = { .layout = p->layout == SWATHE_SPANS ? SWATHE_CONTIGUOUS
+                                                                             : p->layout,
+                                         .ranks = p->ranks,
+                                         .batch = 1,
+                                         .tokens = p->tokens_per_rank * p->ranks };
+  enum swathe_status status =
+      sw_layer_create(bench->context, p, small ? NULL : &bench->alone.transport, configs,
+                      1u << bench->direction, layer);
   if (status) return status;
   status = swathe_layer_shard(*layer, small ? &two_pieces : &share);
   if (status) swathe_layer_destroy(*layer);
   return status;
 }
 
-static void check(struct sw_trial_bench *bench, const char *config, struct sw_trial_result *result)
+// What one check comes to.
+struct result {
+  enum sw_verdict verdict;
+  char words[SW_TRIAL_WORDS];
+};
+
+static bool fits_memory(struct sw_trial_bench *bench, const struct swathe_layer *layer,
+                        struct result *result)
+{
+  const struct sw_kernel *kernel = layer->kernels[bench->direction];
+  const int64_t each = kernel->workspace(layer->work[bench->direction].max_keys);
+  const int64_t threads = bench->context->threads;
+  if (each <= bench->memory_bytes / threads) return true;
+  result->verdict = SW_VERDICT_OOM;
+  snprintf(result->words, sizeof result->words,
+           "%" PRId64 " threads want a workspace of %.1f MB each, %.1f MB in all are allowed",
+           threads, (double)each / 1e6, (double)bench->memory_bytes / 1e6);
+  return false;
+}
+
+static bool share_fits_memory(struct sw_trial_bench *bench, const char *config,
+                              struct result *result)
+{
+  struct swathe_layer *layer;
+  if (make_layer(bench, false, config, &layer)) return true;  // the check itself will say why
+  const bool fits = fits_memory(bench, layer, result);
+  swathe_layer_destroy(layer);
+  return fits;
+}
+
+static void check(struct sw_trial_bench *bench, const char *config, struct result *result)
 {
   const struct swathe_problem *p = &bench->small.problem;
   struct tensors *t = &bench->small;
   const struct swathe_tensors call = call_of(t);
   struct swathe_layer *layer;
 
+  if (!share_fits_memory(bench, config, result)) return;
   enum swathe_status status = make_layer(bench, true, config, &layer);
   if (!status) {
     if (bench->direction == SWATHE_FORWARD) {
@@ -401,170 +508,358 @@ static void check(struct sw_trial_bench *bench, const char *config, struct sw_tr
     result->verdict = SW_VERDICT_WRONG;
 }
 
-// ---- Time ----------------------------------------------------------------------------------------
+// ---- Time -------------------------------------------------------------------------------------
 
-// Limits a launch to about launch_flops, in whole rounds of the threads.
-static int64_t items_to_time(const struct sw_trial_bench *bench)
-{
-  const struct swathe_problem *p = &bench->problem;
-  const int64_t reach = smaller(p->window_left, p->tokens_per_rank) + 1;
-  const int64_t unit = smaller(p->tokens_per_rank, 512);
-  const double flops = 2.0 * (double)reach * (double)unit * (p->head_dim_qk + p->head_dim_v) * p->q_heads /
-                       p->kv_heads * (bench->direction == SWATHE_BACKWARD ? 2.5 : 1);
-  const int64_t threads = bench->context->threads;
-  const int64_t rounds = (int64_t)ceil(launch_flops / flops / (double)threads);
-  return threads * (rounds > 1 ? rounds : 1);
-}
-
-// One launch; its time scaled to the whole share.
-static enum swathe_status time_once(struct sw_trial_bench *bench, struct swathe_layer *layer,
-                                    const struct swathe_tensors *call, double *us)
-{
-  struct swathe_timing timing;
-  const enum swathe_status status = run(layer, bench->direction, call);
-  if (status) return status;
-  swathe_layer_timing(layer, &timing);
-  *us = timing.total_us * (double)bench->share_tokens / (double)sw_layer_computed(layer);
-  return SWATHE_OK;
-}
-
-// Pairs in turn, the order alternating; ends early when the candidate is clearly slower.
-static enum swathe_status time_pairs(struct sw_trial_bench *bench, struct swathe_layer *layers[2],
-                                     int32_t most_runs, struct sw_trial_result *result)
-{
-  static const double clearly_slower = 1.04;
-  const struct swathe_tensors call = call_of(&bench->share);
-  double warm;
-  enum swathe_status status = SWATHE_OK;
-
-  for (int i = 0; i < 2 && !status; i++) {
-    sw_layer_limit(layers[i], items_to_time(bench));
-    status = time_once(bench, layers[i], &call, &warm);
-  }
-  while (!status && result->runs < most_runs) {
-    const int n = result->runs;
-    for (int i = 0; i < 2 && !status; i++) {
-      const bool candidate = (n + i) % 2 == 0;
-      status = time_once(bench, layers[!candidate], &call,
-                         candidate ? &result->candidate_us[n] : &result->incumbent_us[n]);
-    }
-    if (!status) result->runs++;
-    if (result->runs >= 3 && sw_trial_ratio(result) > clearly_slower) break;
-  }
-  return status;
-}
-
-static void time_candidate(struct sw_trial_bench *bench, const char *candidate, const char *incumbent,
-                           int32_t most_runs, struct sw_trial_result *result)
-{
-  struct swathe_layer *layers[2] = { NULL, NULL };
-  enum swathe_status status = make_layer(bench, false, candidate, &layers[0]);
-
-  if (!status) status = make_layer(bench, false, incumbent, &layers[1]);
-  if (!status) status = time_pairs(bench, layers, most_runs, result);
-  if (status) {
-    result->verdict = SW_VERDICT_WRONG;
-    snprintf(result->words, sizeof result->words, "%s", swathe_error());
-  }
-  for (int i = 0; i < 2; i++)
-    if (layers[i]) swathe_layer_destroy(layers[i]);
-}
-
-// ---- The child -----------------------------------------------------------------------------------
-
-static void child(struct sw_trial_bench *bench, const char *candidate, const char *incumbent,
-                  int32_t most_runs, int pipe_end)
-{
-  struct sw_trial_result result = { .verdict = SW_VERDICT_OK };
-
-  // a candidate that crashes must end here, whatever handlers the host program has
-  static const int fatal[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT };
-  for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) signal(fatal[i], SIG_DFL);
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  signal(SIGINT, SIG_IGN);
-  bench->context->db = NULL;  // the parent's connection; SQLite forbids using it here
-  check(bench, candidate, &result);
-  if (!result.verdict) time_candidate(bench, candidate, incumbent, most_runs, &result);
-  const char *bytes = (const char *)&result;
-  for (size_t sent = 0; sent < sizeof result;) {
-    const ssize_t n = write(pipe_end, bytes + sent, sizeof result - sent);
-    if (n < 0 && errno != EINTR) break;
-    if (n > 0) sent += (size_t)n;
-  }
-  _exit(0);
-}
-
-static double now_s(void)
+static double clock_s(clockid_t clock)
 {
   struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
+  clock_gettime(clock, &time);
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-// Reads the child's report; fills the verdict itself when there is none.
-static enum swathe_status collect(pid_t pid, int pipe_end, double deadline_s, const volatile int *stop,
-                                  struct sw_trial_result *result)
-{
-  const double end = now_s() + deadline_s;
-  size_t got = 0;
-  bool closed = false, stopped = false;
+static double now_s(void) { return clock_s(CLOCK_MONOTONIC); }
 
-  while (got < sizeof *result && !closed && !stopped && now_s() < end) {
-    struct pollfd ready = { .fd = pipe_end, .events = POLLIN };
-    stopped = stop && *stop;
-    if (stopped || poll(&ready, 1, 50) <= 0) continue;
-    const ssize_t n = read(pipe_end, (char *)result + got, sizeof *result - got);
-    if (n > 0) got += (size_t)n;
-    closed = n == 0 || (n < 0 && errno != EINTR);
-  }
-  int state = 0;
-  const bool complete = got == sizeof *result;
-  if (!complete && !closed) kill(pid, SIGKILL);
-  while (waitpid(pid, &state, 0) < 0 && errno == EINTR) continue;
-  if (complete) return SWATHE_OK;
-  memset(result, 0, sizeof *result);
-  if (stopped) return sw_fail(SWATHE_INTERRUPTED, "stopped during a trial");
-  result->verdict = closed ? SW_VERDICT_CRASH : SW_VERDICT_TIMEOUT;
-  if (closed && WIFSIGNALED(state))
-    snprintf(result->words, sizeof result->words, "killed by signal %d (%s)", WTERMSIG(state),
-             strsignal(WTERMSIG(state)));
-  else if (closed)
-    snprintf(result->words, sizeof result->words, "ended with status %d", WEXITSTATUS(state));
-  else
-    snprintf(result->words, sizeof result->words, "not finished after %.0f s", deadline_s);
+// One launch; its time scaled to the whole share.  A single thread is timed by the processor time
+// it got, which is the same on a quiet machine and bears being interrupted.
+static enum swathe_status time_once(struct sw_trial_bench *bench, struct swathe_layer *layer,
+                                    double *us)
+{
+  const struct swathe_tensors call = call_of(&bench->share);
+  struct swathe_timing timing;
+  const double begin = clock_s(CLOCK_THREAD_CPUTIME_ID);
+  const enum swathe_status status = run(layer, bench->direction, &call);
+  if (status) return status;
+  const double processor_us = 1e6 * (clock_s(CLOCK_THREAD_CPUTIME_ID) - begin);
+  swathe_layer_timing(layer, &timing);
+  const double took_us = bench->context->threads == 1 ? processor_us : timing.total_us;
+  *us = took_us * (double)bench->share_tokens / (double)sw_layer_computed(layer);
   return SWATHE_OK;
 }
 
-enum swathe_status sw_trial_run(struct sw_trial_bench *bench, const char *candidate, const char *incumbent,
-                                int32_t most_runs, const volatile int *stop,
-                                struct sw_trial_result *result)
+static int ascending(const void *a, const void *b)
+{
+  const double x = *(const double *)a, y = *(const double *)b;
+  return (x > y) - (x < y);
+}
+
+// Launches for about timing_us; their median.
+static enum swathe_status time_long(struct sw_trial_bench *bench, struct swathe_layer *layer,
+                                    double *us)
+{
+  double all[MOST_LAUNCHES];
+  int count = 0;
+  const double begin = now_s();
+  do {
+    const enum swathe_status status = time_once(bench, layer, &all[count++]);
+    if (status) return status;
+  } while (count < MOST_LAUNCHES && 1e6 * (now_s() - begin) < 0.75 * timing_us);
+  qsort(all, (size_t)count, sizeof *all, ascending);
+  *us = all[count / 2];
+  return SWATHE_OK;
+}
+
+// Limits a layer's launches to about `tokens` of the share, in whole rounds of the threads, and
+// warms it.
+static enum swathe_status limit_layer(struct sw_trial_bench *bench, struct swathe_layer *layer,
+                                      int64_t tokens)
+{
+  const int64_t threads = bench->context->threads;
+  double us;
+  sw_layer_limit(layer, threads);
+  enum swathe_status status = time_once(bench, layer, &us);
+  if (status || tokens <= 0) return status;
+  const int64_t computed = sw_layer_computed(layer);
+  const int64_t rounds = (tokens + computed / 2) / (computed > 0 ? computed : 1);
+  sw_layer_limit(layer, rounds > 1 ? rounds * threads : threads);
+  return time_once(bench, layer, &us);
+}
+
+// How much of the share to time: the default tells.
+static enum swathe_status choose_timing(struct sw_trial_bench *bench, const char *default_config)
+{
+  struct swathe_layer *layer;
+  double us = 0;
+  enum swathe_status status = make_layer(bench, false, default_config, &layer);
+  if (status) return status;
+  status = limit_layer(bench, layer, 0);
+  for (int i = 0; i < 2 && !status; i++) status = time_once(bench, layer, &us);
+  swathe_layer_destroy(layer);
+  if (status) return status;
+  bench->default_us = us;
+  bench->timed_tokens = bench->share_tokens;
+  if (us > timing_us) bench->timed_tokens = (int64_t)((double)bench->share_tokens * timing_us / us);
+  if (bench->timed_tokens < 1) bench->timed_tokens = 1;
+  bench->alone.part = (double)bench->timed_tokens / (double)bench->share_tokens;
+  return SWATHE_OK;
+}
+
+// ---- Children ---------------------------------------------------------------------------------
+
+static bool send_all(int end, const void *bytes, size_t size)
+{
+  for (size_t sent = 0; sent < size;) {
+    const ssize_t n = send(end, (const char *)bytes + sent, size - sent, MSG_NOSIGNAL);
+    if (n < 0 && errno != EINTR) return false;
+    if (n > 0) sent += (size_t)n;
+  }
+  return true;
+}
+
+// For a child, which has no reason to stop waiting.
+static bool receive_all(int end, void *bytes, size_t size)
+{
+  for (size_t got = 0; got < size;) {
+    const ssize_t n = read(end, (char *)bytes + got, size - got);
+    if (n == 0 || (n < 0 && errno != EINTR)) return false;
+    if (n > 0) got += (size_t)n;
+  }
+  return true;
+}
+
+// Starts a child that runs `work` and ends; *end is the parent's end of their socket.
+static enum swathe_status start_child(struct sw_trial_bench *bench, const char *config,
+                                      void (*work)(struct sw_trial_bench *, const char *, int end),
+                                      pid_t *pid, int *end)
 {
   int ends[2];
-  const double least_s = bench->trial_s > 0 ? bench->trial_s : default_trial_s;
-  const double deadline_s = least_s + 200 * bench->default_us * 1e-6;
-
-  memset(result, 0, sizeof *result);
-  if (most_runs > SW_TRIAL_RUNS) most_runs = SW_TRIAL_RUNS;
-  if (pipe2(ends, O_CLOEXEC))
-    return sw_fail(SWATHE_DEVICE, "no pipe for a trial: %s", strerror(errno));
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends))
+    return sw_fail(SWATHE_DEVICE, "no socket for a trial: %s", strerror(errno));
   fflush(NULL);
-  const pid_t pid = fork();
-  if (pid < 0) {
+  const pid_t parent = getpid();
+  *pid = fork();
+  if (*pid < 0) {
     close(ends[0]);
     close(ends[1]);
     return sw_fail(SWATHE_DEVICE, "no process for a trial: %s", strerror(errno));
   }
-  if (pid == 0) {
+  if (*pid == 0) {
+    // a candidate that crashes must end here, whatever handlers the host program has
+    static const int fatal[] = { SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT };
+    for (size_t i = 0; i < sizeof fatal / sizeof *fatal; i++) signal(fatal[i], SIG_DFL);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != parent) _exit(0);
+    signal(SIGINT, SIG_IGN);
+    bench->context->db = NULL;  // the parent's connection; SQLite forbids using it here
     close(ends[0]);
-    child(bench, candidate, incumbent, most_runs, ends[1]);
+    work(bench, config, ends[1]);
+    _exit(0);
   }
   close(ends[1]);
-  const enum swathe_status status = collect(pid, ends[0], deadline_s, stop, result);
-  close(ends[0]);
-  return status;
+  *end = ends[0];
+  return SWATHE_OK;
 }
 
-// ---- Prepare -------------------------------------------------------------------------------------
+static double deadline_s(const struct sw_trial_bench *bench)
+{
+  return (bench->trial_s > 0 ? bench->trial_s : default_trial_s) + 200 * bench->default_us * 1e-6;
+}
+
+// Reads what a child reports, until the deadline.  Without a whole report the child is ended and
+// *verdict and the words tell how it came to that.
+static enum swathe_status hear(const struct sw_trial_bench *bench, pid_t pid, int end, void *report,
+                               size_t size, const volatile int *stop, enum sw_verdict *verdict,
+                               char words[SW_TRIAL_WORDS])
+{
+  const double limit_s = deadline_s(bench), until = now_s() + limit_s;
+  size_t got = 0;
+  bool closed = false, stopped = false;
+  int state = 0;
+
+  while (got < size && !closed && !stopped && now_s() < until) {
+    struct pollfd ready = { .fd = end, .events = POLLIN };
+    stopped = stop && *stop;
+    if (stopped || poll(&ready, 1, 50) <= 0) continue;
+    const ssize_t n = read(end, (char *)report + got, size - got);
+    if (n > 0) got += (size_t)n;
+    closed = n == 0 || (n < 0 && errno != EINTR);
+  }
+  *verdict = SW_VERDICT_OK;
+  if (got == size) return SWATHE_OK;
+  if (!closed) kill(pid, SIGKILL);
+  while (waitpid(pid, &state, 0) < 0 && errno == EINTR) continue;
+  if (stopped) return sw_fail(SWATHE_INTERRUPTED, "stopped during a trial");
+  *verdict = closed ? SW_VERDICT_CRASH : SW_VERDICT_TIMEOUT;
+  if (closed && WIFSIGNALED(state))
+    snprintf(words, SW_TRIAL_WORDS, "killed by signal %d (%s)", WTERMSIG(state),
+             strsignal(WTERMSIG(state)));
+  else if (closed) snprintf(words, SW_TRIAL_WORDS, "ended with status %d", WEXITSTATUS(state));
+  else snprintf(words, SW_TRIAL_WORDS, "not finished after %.0f s", limit_s);
+  return SWATHE_OK;
+}
+
+static void check_in_child(struct sw_trial_bench *bench, const char *config, int end)
+{
+  struct result result = { .verdict = SW_VERDICT_OK };
+  check(bench, config, &result);
+  send_all(end, &result, sizeof result);
+}
+
+enum swathe_status sw_trial_check(struct sw_trial_bench *bench, const char *config,
+                                  const volatile int *stop, enum sw_verdict *verdict,
+                                  char words[SW_TRIAL_WORDS])
+{
+  struct result result = { .verdict = SW_VERDICT_OK };
+  pid_t pid;
+  int end;
+  enum swathe_status status = start_child(bench, config, check_in_child, &pid, &end);
+  if (status) return status;
+  words[0] = 0;
+  status = hear(bench, pid, end, &result, sizeof result, stop, verdict, words);
+  close(end);
+  if (status || *verdict) return status;
+  while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) continue;
+  *verdict = result.verdict;
+  memcpy(words, result.words, SW_TRIAL_WORDS);
+  return SWATHE_OK;
+}
+
+// ---- Racers -----------------------------------------------------------------------------------
+
+// What the parent asks for, followed by the configs; and what it hears for each of them.
+struct order {
+  int32_t count;
+  bool loaded;
+};
+
+struct lap {
+  double us, processor_s, wall_s;
+  enum sw_verdict verdict;
+  char words[SW_TRIAL_WORDS];
+};
+
+// The layers that the child has made so far.
+struct stable {
+  struct swathe_layer *layers[SW_SEARCH_MOST_SLOTS];
+  char configs[SW_SEARCH_MOST_SLOTS][SW_CONFIG_TEXT];
+  int count;
+};
+
+static enum swathe_status find_layer(struct sw_trial_bench *bench, struct stable *stable,
+                                     const char *config, struct swathe_layer **layer)
+{
+  for (int i = 0; i < stable->count; i++)
+    if (!strcmp(stable->configs[i], config)) {
+      *layer = stable->layers[i];
+      return SWATHE_OK;
+    }
+  if (stable->count == SW_SEARCH_MOST_SLOTS)
+    while (stable->count > 0) swathe_layer_destroy(stable->layers[--stable->count]);
+  enum swathe_status status = make_layer(bench, false, config, layer);
+  if (status) return status;
+  status = limit_layer(bench, *layer, bench->timed_tokens);
+  if (status) {
+    swathe_layer_destroy(*layer);
+    return status;
+  }
+  snprintf(stable->configs[stable->count], SW_CONFIG_TEXT, "%s", config);
+  stable->layers[stable->count++] = *layer;
+  return SWATHE_OK;
+}
+
+static void run_lap(struct sw_trial_bench *bench, struct stable *stable, const char *config,
+                    struct lap *lap)
+{
+  struct swathe_layer *layer;
+  enum swathe_status status = find_layer(bench, stable, config, &layer);
+  const double wall = now_s(), processor = clock_s(CLOCK_PROCESS_CPUTIME_ID);
+  if (!status) status = time_long(bench, layer, &lap->us);
+  lap->wall_s = now_s() - wall;
+  lap->processor_s = clock_s(CLOCK_PROCESS_CPUTIME_ID) - processor;
+  if (!status) return;
+  lap->verdict = SW_VERDICT_WRONG;
+  snprintf(lap->words, sizeof lap->words, "%s", swathe_error());
+}
+
+static void race_in_child(struct sw_trial_bench *bench, const char *unused, int end)
+{
+  static struct stable stable;
+  char config[SW_CONFIG_TEXT];
+  struct order order;
+  (void)unused;
+
+  while (receive_all(end, &order, sizeof order)) {
+    bool failed = false;
+    bench->alone.loaded = order.loaded;
+    for (int32_t i = 0; i < order.count; i++) {
+      struct lap lap = { .verdict = SW_VERDICT_OK };
+      if (!receive_all(end, config, sizeof config)) return;
+      if (failed) continue;
+      run_lap(bench, &stable, config, &lap);
+      failed = lap.verdict != SW_VERDICT_OK;
+      if (!send_all(end, &lap, sizeof lap)) return;
+    }
+  }
+}
+
+static void forget_racers(struct sw_trial_bench *bench)
+{
+  if (bench->racers) close(bench->racers_end);
+  bench->racers = 0;
+}
+
+void sw_trial_end_racers(struct sw_trial_bench *bench)
+{
+  if (!bench->racers) return;
+  kill(bench->racers, SIGKILL);
+  while (waitpid(bench->racers, NULL, 0) < 0 && errno == EINTR) continue;
+  forget_racers(bench);
+}
+
+static bool send_order(const struct sw_trial_bench *bench, const struct sw_trial_slot *slots,
+                       int32_t count, bool loaded)
+{
+  struct order order;
+  memset(&order, 0, sizeof order);
+  order.count = count;
+  order.loaded = loaded;
+  bool sent = send_all(bench->racers_end, &order, sizeof order);
+  for (int32_t i = 0; i < count && sent; i++) {
+    char config[SW_CONFIG_TEXT] = { 0 };
+    snprintf(config, sizeof config, "%s", slots[i].config);
+    sent = send_all(bench->racers_end, config, sizeof config);
+  }
+  return sent;
+}
+
+enum swathe_status sw_trial_round(struct sw_trial_bench *bench, struct sw_trial_slot *slots,
+                                  int32_t count, bool loaded, const volatile int *stop, bool *noisy)
+{
+  double processor_s = 0, wall_s = 0;
+  enum swathe_status status = SWATHE_OK;
+
+  for (int32_t i = 0; i < count; i++) slots[i].verdict = SW_VERDICT_UNTRIED, slots[i].words[0] = 0;
+  if (!bench->racers)
+    status = start_child(bench, "", race_in_child, &bench->racers, &bench->racers_end);
+  if (status) {
+    bench->racers = 0;
+    return status;
+  }
+  send_order(bench, slots, count, loaded);  // to a child that is gone: hear() tells
+  for (int32_t i = 0; i < count; i++) {
+    struct lap lap;
+    status = hear(bench, bench->racers, bench->racers_end, &lap, sizeof lap, stop,
+                  &slots[i].verdict, slots[i].words);
+    if (status || slots[i].verdict) {
+      forget_racers(bench);
+      return status;
+    }
+    slots[i].us = lap.us;
+    slots[i].verdict = lap.verdict;
+    memcpy(slots[i].words, lap.words, sizeof lap.words);
+    if (lap.verdict) {
+      sw_trial_end_racers(bench);
+      return SWATHE_OK;
+    }
+    processor_s += lap.processor_s;
+    wall_s += lap.wall_s;
+  }
+  const double share = processor_s / (wall_s * bench->context->threads);
+  if (share > bench->best_share) bench->best_share = share;
+  *noisy = share < quiet_share * bench->best_share;
+  return SWATHE_OK;
+}
+
+// ---- Prepare ----------------------------------------------------------------------------------
 
 // One or two key heads are enough to find a kernel wrong; the kernel is the same.
 static struct swathe_problem small_problem(const struct swathe_problem *problem)
@@ -586,8 +881,9 @@ static void place_small(struct sw_trial_bench *bench)
   bench->small_tokens = n;
   bench->small_rows = n + GAP_ROWS;
   bench->spans[0] = (struct swathe_span){ .position = 0, .tokens = cut, .row = 0, .token = 0 };
-  bench->spans[1] =
-      (struct swathe_span){ .position = cut, .tokens = n - cut, .row = cut + GAP_ROWS, .token = cut };
+  bench->spans[1] = (struct swathe_span){
+    .position = cut, .tokens = n - cut, .row = cut + GAP_ROWS, .token = cut
+  };
   bench->rank_spans[0] = 0;
   bench->rank_spans[1] = 2;
 }
@@ -598,9 +894,9 @@ static enum swathe_status run_forward(struct sw_trial_bench *bench, bool small)
   struct sw_choice choice;
   struct swathe_layer *layer;
   const struct swathe_tensors call = call_of(small ? &bench->small : &bench->share);
-  const struct sw_gen_request request = {
-    .problem = &bench->problem, .kernel = "forward", .isa = bench->context->isa
-  };
+  const struct sw_gen_request request = { .problem = &bench->problem,
+                                          .kernel = "forward",
+                                          .isa = bench->context->isa };
   pthread_mutex_lock(&bench->context->mutex);
   enum swathe_status status = sw_gen_default(bench->context->gen, &request, choice.config);
   pthread_mutex_unlock(&bench->context->mutex);
@@ -614,41 +910,46 @@ static enum swathe_status run_forward(struct sw_trial_bench *bench, bool small)
   return status;
 }
 
-enum swathe_status sw_trial_prepare(struct swathe_context *context, const struct swathe_problem *problem,
-                                    enum swathe_direction direction, const char *default_config,
-                                    double trial_s, struct sw_trial_bench **bench_out)
+static enum swathe_status prepare_inputs(struct sw_trial_bench *bench)
+{
+  const struct swathe_problem small = small_problem(&bench->problem);
+  place_small(bench);
+  enum swathe_status status = make_tensors(&bench->small, &small, bench->small_rows);
+  // uneven layouts round a share up by at most the two chunks' remainders
+  if (!status)
+    status = make_tensors(&bench->share, &bench->problem, bench->problem.tokens_per_rank + 2);
+  if (!status) status = prepare_answers(bench);
+  if (status || bench->direction == SWATHE_FORWARD) return status;
+  status = run_forward(bench, true);
+  if (!status) status = run_forward(bench, false);
+  if (!status) start_backward(bench);
+  return status;
+}
+
+enum swathe_status sw_trial_prepare(struct swathe_context *context,
+                                    const struct swathe_problem *problem,
+                                    enum swathe_direction direction,
+                                    const struct sw_trial_options *options,
+                                    struct sw_trial_bench **bench_out)
 {
   struct sw_trial_bench *bench = calloc(1, sizeof *bench);
-  const struct swathe_problem small = small_problem(problem);
-  struct swathe_layer *layer;
-  enum swathe_status status;
+  enum swathe_status status = SWATHE_OK;
 
   if (!bench) return sw_fail(SWATHE_NO_MEMORY, "no memory to tune");
   bench->context = context;
   bench->problem = *problem;
   bench->direction = direction;
-  bench->trial_s = trial_s;
-  bench->alone = (struct swathe_transport){
-    .operations = &alone_operations, .name = "alone", .rank = problem->ranks / 2, .ranks = problem->ranks
-  };
+  bench->trial_s = options->trial_s;
+  bench->memory_bytes = options->memory_bytes;
+  bench->alone.transport = (struct swathe_transport){ .operations = &alone_operations,
+                                                      .name = "alone",
+                                                      .rank = problem->ranks / 2,
+                                                      .ranks = problem->ranks };
+  bench->alone.elsewhere = calloc(1, PIECE);
   bench->share_tokens = problem->tokens_per_rank * problem->kv_heads;
-  place_small(bench);
-  status = make_tensors(&bench->small, &small, bench->small_rows);
-  // uneven layouts round a share up by at most the two chunks' remainders
-  if (!status) status = make_tensors(&bench->share, problem, problem->tokens_per_rank + 2);
-  if (!status) status = prepare_answers(bench);
-  if (!status && direction == SWATHE_BACKWARD) {
-    status = run_forward(bench, true);
-    if (!status) status = run_forward(bench, false);
-    if (!status) start_backward(bench);
-  }
-  if (!status) status = make_layer(bench, false, default_config, &layer);
-  if (!status) {
-    const struct swathe_tensors call = call_of(&bench->share);
-    sw_layer_limit(layer, items_to_time(bench));
-    for (int i = 0; i < 2 && !status; i++) status = time_once(bench, layer, &call, &bench->default_us);
-    swathe_layer_destroy(layer);
-  }
+  if (!bench->alone.elsewhere) status = sw_fail(SWATHE_NO_MEMORY, "no memory to tune");
+  if (!status) status = prepare_inputs(bench);
+  if (!status) status = choose_timing(bench, options->default_config);
   if (status) {
     sw_trial_free(bench);
     return sw_within(status, "while preparing to tune %s", sw_context_kernel_name(direction));
@@ -660,30 +961,55 @@ enum swathe_status sw_trial_prepare(struct swathe_context *context, const struct
 void sw_trial_free(struct sw_trial_bench *bench)
 {
   if (!bench) return;
+  sw_trial_end_racers(bench);
   free_tensors(&bench->small);
   free_tensors(&bench->share);
   free_answers(&bench->answers);
+  free(bench->alone.elsewhere);
+  free(bench->alone.messages);
   free(bench);
 }
 
-// ---- Statistics ----------------------------------------------------------------------------------
+// ---- What must be done at least ---------------------------------------------------------------
 
-static int ascending(const void *a, const void *b)
+// Pairs of query and key that see each other, of the rank's tokens in one document.
+static double visible_pairs(const struct sw_trial_bench *bench, double *keys)
 {
-  const double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
+  enum { SPANS = 4 };
+  const struct swathe_problem *p = &bench->problem;
+  const struct swathe_sharding share = { .layout = p->layout == SWATHE_SPANS ? SWATHE_CONTIGUOUS
+                                                                             : p->layout,
+                                         .ranks = p->ranks,
+                                         .batch = 1,
+                                         .tokens = p->tokens_per_rank * p->ranks };
+  struct swathe_span spans[SPANS];
+  int64_t count = 0;
+  double pairs = 0;
+
+  *keys = 0;
+  if (swathe_sharding_spans(&share, bench->alone.transport.rank, spans, SPANS, &count) ||
+      count > SPANS)
+    return 0;
+  for (int64_t s = 0; s < count; s++) {
+    const int64_t begin = spans[s].position, end = begin + spans[s].tokens;
+    for (int64_t at = begin; at < end; at++)
+      pairs += (double)(1 + smaller(p->window_left, at) +
+                        smaller(p->window_right, share.tokens - 1 - at));
+    *keys += (double)(end - begin) + (double)smaller(p->window_left, begin);
+  }
+  return pairs;
 }
 
-double sw_trial_median(double *values, int32_t count)
+void sw_trial_work(const struct sw_trial_bench *bench, double *flops, double *bytes)
 {
-  if (count == 0) return 0;
-  qsort(values, (size_t)count, sizeof *values, ascending);
-  return count % 2 ? values[count / 2] : (values[count / 2 - 1] + values[count / 2]) / 2;
-}
+  const struct swathe_problem *p = &bench->problem;
+  const double qk = p->head_dim_qk, v = p->head_dim_v, tokens = (double)p->tokens_per_rank;
+  const double elem = (double)sw_problem_elem_bytes(p);
+  double keys;
+  const double pairs = visible_pairs(bench, &keys) * p->q_heads;
 
-double sw_trial_ratio(const struct sw_trial_result *result)
-{
-  double ratios[SW_TRIAL_RUNS];
-  for (int32_t i = 0; i < result->runs; i++) ratios[i] = result->candidate_us[i] / result->incumbent_us[i];
-  return sw_trial_median(ratios, result->runs);
+  // forward: scores and output; backward: scores, dP, dV, dQ and dK
+  *flops = 2 * pairs * (bench->direction == SWATHE_FORWARD ? qk + v : 3 * qk + 2 * v);
+  *bytes = elem * (tokens * p->q_heads * (qk + v) + keys * p->kv_heads * (qk + v));
+  if (bench->direction == SWATHE_BACKWARD) *bytes *= 2;  // q, out, dout, dq; k, v, dk, dv
 }

@@ -1,35 +1,28 @@
-// tune.c: finds the config a problem runs fastest with on this machine, and stores every sample and the pick.
-//
-// The search walks the declared space outward from the best config so far: always the untried config that
-// differs from it in the fewest knobs.  Candidates compile in batches, side by side, with nothing being
-// timed; then each is checked and timed in turn with the incumbent (trial.c).  A challenger replaces the
-// incumbent only when it wins by more than the noise.
+// tune.c: finds the config a problem runs fastest with on this machine, and stores every sample
+// and the pick.  What to try and what to believe is decided in search.c; here candidates are
+// listed, compiled side by side while nothing is timed, checked and timed (trial.c), and what
+// comes of it is stored.
 #include <errno.h>
-#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
+#include "lease.h"
+#include "limit.h"
 #include "trial.h"
 
-// A challenger must be this much faster, as a median of paired runs, and in two thirds of the pairs.
-static const double better_ratio = 0.99;
-
-// The search ends by itself when every config one knob away from the best was tried and this many more
-// were without gain.
-enum { PATIENCE = 16 };
-
-enum { BATCH = 6, MOST_CONFIGS = 1 << 15, FIRST_RUNS = 7, LAST_RUNS = 11 };
-
-static const double compile_deadline_s = 60;
-
-struct candidate {
-  char *config;
-  bool tried;
+enum {
+  LEAST_HEAT = 8,  // candidates compiled together; with many processors as many as those
+  MOST_CONFIGS = 1 << 15,
+  PATIENCE = 96,  // candidates in a row without gain that end a search
 };
 
-struct search {
+static const double compile_deadline_s = 60, default_budget_s = 60, default_wait_s = 60;
+static const double default_good_enough = 0.95;
+
+struct tuning {
   struct swathe_context *context;
   const struct swathe_problem *problem;
   const struct swathe_tune_options *options;
@@ -37,13 +30,15 @@ struct search {
   struct sw_db *db;
   int64_t session;
   struct sw_db_environment environment;
+  struct sw_db_held held;  // the pick that the database has
   struct sw_trial_bench *bench;
-  struct candidate *candidates;      // [0] is the default
-  int64_t count, capacity, tried;
-  char best[SW_CONFIG_TEXT];
-  double best_ratio, default_us;     // ratio to the default
-  int64_t since_gain;
-  double begin_s, end_s;             // of this direction
+  struct sw_search search;
+  struct sw_search_candidate *candidates;  // [0] is the default; texts are ours
+  bool *counted;                           // [count]: in `tried` already
+  int64_t count, capacity, refused;
+  int64_t tried;          // with a verdict, earlier sessions' included
+  double limit_us;        // no config can be faster; 0: not known
+  double begin_s, end_s;  // of this direction
   struct swathe_tuned *tuned;
 };
 
@@ -54,215 +49,209 @@ static double now_s(void)
   return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
 
-static bool stopped(const struct search *search)
+static bool stopped(const struct tuning *tuning)
 {
-  return search->options->stop && *search->options->stop;
+  return tuning->options->stop && *tuning->options->stop;
 }
 
-static void show_progress(const struct search *search, const char *trying)
+static const char *best_config(const struct tuning *tuning)
 {
-  if (!search->options->progress) return;
+  return tuning->candidates[tuning->search.best].config;
+}
+
+static double limit_share(const struct tuning *tuning)
+{
+  const double best_us = tuning->search.default_us * tuning->search.best_ratio;
+  return tuning->limit_us > 0 && best_us > 0 ? tuning->limit_us / best_us : 0;
+}
+
+static void show_progress(const struct tuning *tuning, const char *trying)
+{
+  if (!tuning->options->progress) return;
+  const struct sw_search *search = &tuning->search;
   const struct swathe_progress progress = {
-    .direction = search->direction,
-    .tried = search->tried,
-    .total = search->count,
-    .elapsed_s = now_s() - search->begin_s,
-    .budget_s = search->end_s - search->begin_s,
+    .direction = tuning->direction,
+    .tried = tuning->tried,
+    .total = tuning->count,
+    .refused = tuning->refused,
+    .elapsed_s = now_s() - tuning->begin_s,
+    .budget_s = tuning->end_s - tuning->begin_s,
+    .left_s = search->operations ? sw_search_left_s(search) : tuning->end_s - now_s(),
     .default_us = search->default_us,
     .best_us = search->default_us * search->best_ratio,
-    .best = search->best,
+    .limit_share = limit_share(tuning),
+    .best = best_config(tuning),
     .trying = trying,
   };
-  search->options->progress(search->options->arg, &progress);
+  tuning->options->progress(tuning->options->arg, &progress);
 }
 
-static struct sw_db_row row_of(const struct search *search, const char *config)
+static struct sw_db_row row_of(const struct tuning *tuning, const char *config)
 {
-  return (struct sw_db_row){ .problem = search->problem,
-                             .kernel = sw_context_kernel_name(search->direction),
-                             .environment = &search->environment,
+  return (struct sw_db_row){ .problem = tuning->problem,
+                             .kernel = sw_context_kernel_name(tuning->direction),
+                             .environment = &tuning->environment,
                              .config = config };
 }
 
-// ---- Candidates ----------------------------------------------------------------------------------
-
-static enum swathe_status add_candidate(struct search *search, const char *config)
+static struct sw_gen_request request_of(const struct tuning *tuning)
 {
-  if (search->count == search->capacity) {
-    const int64_t capacity = search->capacity ? 2 * search->capacity : 256;
-    struct candidate *grown = realloc(search->candidates, (size_t)capacity * sizeof *grown);
-    if (!grown) return sw_fail(SWATHE_NO_MEMORY, "no memory for %lld candidates", (long long)capacity);
-    search->candidates = grown;
-    search->capacity = capacity;
+  return (struct sw_gen_request){ .problem = tuning->problem,
+                                  .kernel = sw_context_kernel_name(tuning->direction),
+                                  .isa = tuning->context->isa };
+}
+
+// ---- Candidates -------------------------------------------------------------------------------
+
+static enum swathe_status add_candidate(struct tuning *tuning, const char *config)
+{
+  if (tuning->count == tuning->capacity) {
+    const int64_t capacity = tuning->capacity ? 2 * tuning->capacity : 256;
+    struct sw_search_candidate *grown =
+        realloc(tuning->candidates, (size_t)capacity * sizeof *grown);
+    if (!grown)
+      return sw_fail(SWATHE_NO_MEMORY, "no memory for %lld candidates", (long long)capacity);
+    tuning->candidates = grown;
+    tuning->capacity = capacity;
   }
   char *copy = strdup(config);
   if (!copy) return sw_fail(SWATHE_NO_MEMORY, "no memory for a candidate");
-  search->candidates[search->count++] = (struct candidate){ .config = copy };
+  tuning->candidates[tuning->count++] =
+      (struct sw_search_candidate){ .config = copy, .verdict = SW_VERDICT_UNTRIED };
   return SWATHE_OK;
 }
 
 struct listing {
-  struct search *search;
+  struct tuning *tuning;
   enum swathe_status status;
 };
 
 static bool list_candidate(void *arg, const char *config)
 {
   struct listing *listing = arg;
-  struct search *search = listing->search;
-  if (strcmp(config, search->candidates[0].config))
-    listing->status = add_candidate(search, config);
-  return !listing->status && search->count < MOST_CONFIGS;
+  struct tuning *tuning = listing->tuning;
+  if (strcmp(config, tuning->candidates[0].config)) listing->status = add_candidate(tuning, config);
+  return !listing->status && tuning->count < MOST_CONFIGS && !stopped(tuning);
+}
+
+static void count_refused(void *arg, const char *rule, int64_t points)
+{
+  (void)rule;
+  ((struct listing *)arg)->tuning->refused += points;
 }
 
 // The default first, then the space in its order.
-static enum swathe_status list_candidates(struct search *search)
+static enum swathe_status list_candidates(struct tuning *tuning)
 {
-  const struct sw_gen_request request = {
-    .problem = search->problem,
-    .kernel = sw_context_kernel_name(search->direction),
-    .isa = search->context->isa,
-  };
+  const struct sw_gen_request request = request_of(tuning);
   char config[SW_CONFIG_TEXT];
-  struct listing listing = { .search = search };
+  struct listing listing = { .tuning = tuning };
 
-  pthread_mutex_lock(&search->context->mutex);
-  enum swathe_status status = sw_gen_default(search->context->gen, &request, config);
-  pthread_mutex_unlock(&search->context->mutex);
-  if (!status) status = add_candidate(search, config);
+  pthread_mutex_lock(&tuning->context->mutex);
+  enum swathe_status status = sw_gen_default(tuning->context->gen, &request, config);
+  pthread_mutex_unlock(&tuning->context->mutex);
+  if (!status) status = add_candidate(tuning, config);
   if (!status)
-    status = swathe_configs(search->context, search->problem, search->direction,
-                            search->options->exhaustive, list_candidate, NULL, &listing);
-  return status ? status : listing.status;
+    status = swathe_configs(tuning->context, tuning->problem, tuning->direction,
+                            tuning->options->exhaustive, list_candidate, count_refused, &listing);
+  if (!status) status = listing.status;
+  if (status) return status;
+  tuning->counted = calloc((size_t)tuning->count, sizeof *tuning->counted);
+  return tuning->counted ? SWATHE_OK : sw_fail(SWATHE_NO_MEMORY, "no memory for candidates");
 }
 
-// How many "name=value" parts of two configs differ; both are canonical, so parts line up.
-static int knobs_apart(const char *a, const char *b)
+static int64_t find_candidate(const struct tuning *tuning, const char *config)
 {
-  int apart = 0;
-  while (*a && *b) {
-    const size_t n = strcspn(a, ","), m = strcspn(b, ",");
-    apart += n != m || strncmp(a, b, n);
-    a += n + (a[n] == ',');
-    b += m + (b[m] == ',');
-  }
-  return apart;
+  for (int64_t i = 0; i < tuning->count; i++)
+    if (!strcmp(tuning->candidates[i].config, config)) return i;
+  return -1;
 }
 
-// The untried candidate nearest to the best; NULL when none is left.  Among equals, one in an order that is
-// fixed but not that of the space, so that a short search is not stuck in one corner.
-static struct candidate *nearest_untried(const struct search *search, int *apart)
-{
-  struct candidate *nearest = NULL;
-  uint64_t nearest_order = 0;
+// ---- What the database already knows ----------------------------------------------------------
 
-  for (int64_t i = 0; i < search->count; i++) {
-    struct candidate *candidate = &search->candidates[i];
-    if (candidate->tried) continue;
-    const int distance = knobs_apart(candidate->config, search->best);
-    const uint64_t order = (uint64_t)i * 0x9e3779b97f4a7c15u;  // 2^64 / golden ratio: spreads indices
-    if (nearest && (distance > *apart || (distance == *apart && order > nearest_order))) continue;
-    nearest = candidate;
-    nearest_order = order;
-    *apart = distance;
-  }
-  return nearest;
+static enum sw_verdict verdict_of(const char *name)
+{
+  int v = SW_VERDICT_OK;
+  while (v < SW_VERDICT_UNTRIED && strcmp(sw_verdict_name((enum sw_verdict)v), name)) v++;
+  return (enum sw_verdict)v;
 }
 
-// ---- What the database already knows -------------------------------------------------------------
-
-static void recall(void *arg, const char *config, const char *verdict, double median_us, double ratio)
+static void recall(void *arg, const char *config, const char *verdict, double median_us,
+                   double ratio)
 {
-  struct search *search = arg;
+  struct tuning *tuning = arg;
+  const int64_t i = find_candidate(tuning, config);
   (void)median_us;
-  for (int64_t i = 0; i < search->count; i++) {
-    struct candidate *candidate = &search->candidates[i];
-    if (strcmp(candidate->config, config)) continue;
-    if (!candidate->tried) search->tried++;
-    candidate->tried = true;
-    if (strcmp(verdict, "ok") || !(ratio > 0) || ratio >= search->best_ratio) return;
-    snprintf(search->best, sizeof search->best, "%s", config);
-    search->best_ratio = ratio;
-    return;
-  }
+  if (i <= 0) return;  // the default is timed anew in every session
+  struct sw_search_candidate *candidate = &tuning->candidates[i];
+  candidate->verdict = verdict_of(verdict);
+  candidate->ratio = candidate->verdict == SW_VERDICT_OK ? ratio : 0;
+  if (candidate->verdict == SW_VERDICT_UNTRIED || tuning->counted[i]) return;
+  tuning->counted[i] = true;
+  tuning->tried++;
 }
 
-struct stored {
-  struct swathe_tuned *tuned;
-  bool complete;
-};
-
-static bool recall_pick(void *arg, const struct sw_db_found *found)
+// The stored pick, if it is still in the space; a finished search needs no measuring.
+static enum swathe_status recall_pick(struct tuning *tuning, bool *done)
 {
-  struct stored *stored = arg;
-  if (!found->exact || !found->complete) return false;
-  stored->complete = true;
-  snprintf(stored->tuned->config, sizeof stored->tuned->config, "%s", found->config);
-  stored->tuned->ratio = found->ratio;
-  return false;
-}
-
-// A finished search in the database whose pick is still in the space needs no measuring.
-static bool already_tuned(struct search *search)
-{
-  const char *kernel = sw_context_kernel_name(search->direction);
-  const struct sw_gen_request request = {
-    .problem = search->problem, .kernel = kernel, .isa = search->context->isa
-  };
-  struct stored stored = { .tuned = search->tuned };
+  const struct sw_db_row row = row_of(tuning, "");
+  const struct sw_gen_request request = request_of(tuning);
   char config[SW_CONFIG_TEXT];
+  enum swathe_status status = sw_db_held(tuning->db, &row, &tuning->held);
 
-  if (search->options->again) return false;
-  if (sw_db_find(search->db, search->problem, kernel, &search->environment, recall_pick, &stored))
-    return false;
-  if (!stored.complete) return false;
-  pthread_mutex_lock(&search->context->mutex);
-  const bool valid = !sw_gen_check(search->context->gen, &request, search->tuned->config, config);
-  pthread_mutex_unlock(&search->context->mutex);
-  search->tuned->reused = valid;
-  return valid;
+  *done = false;
+  if (status || !tuning->held.found) return status;
+  pthread_mutex_lock(&tuning->context->mutex);
+  tuning->held.found = !sw_gen_check(tuning->context->gen, &request, tuning->held.config, config);
+  pthread_mutex_unlock(&tuning->context->mutex);
+  *done = tuning->held.found && tuning->held.complete && !tuning->options->again;
+  if (!*done) return SWATHE_OK;
+  snprintf(tuning->tuned->config, sizeof tuning->tuned->config, "%s", config);
+  tuning->tuned->ratio = tuning->held.ratio;
+  tuning->tuned->reused = true;
+  return SWATHE_OK;
 }
 
-// ---- Compile -------------------------------------------------------------------------------------
+// ---- Compile ----------------------------------------------------------------------------------
 
 struct building {
-  struct candidate *candidate;
+  const char *config;
   struct sw_gen_source source;
   struct sw_jit_job *job;
   bool failed;
   char words[512];
 };
 
-static void start_building(struct search *search, struct building *building)
+static void start_building(struct tuning *tuning, struct building *building)
 {
-  enum swathe_status status = sw_context_source(search->context, search->problem, search->direction, NULL,
-                                                building->candidate->config, &building->source);
+  enum swathe_status status = sw_context_source(tuning->context, tuning->problem, tuning->direction,
+                                                NULL, building->config, &building->source);
   if (!status) {
     const struct sw_jit_request request = {
-      .name = sw_context_kernel_name(search->direction),
+      .name = sw_context_kernel_name(tuning->direction),
       .source = building->source.text,
       .flags = building->source.flags,
-      .isa = search->context->isa,
+      .isa = tuning->context->isa,
     };
-    status = sw_jit_job_start(search->context->jit, &request, &building->job);
+    status = sw_jit_job_start(tuning->context->jit, &request, &building->job);
   }
   building->failed = status != SWATHE_OK;
   if (status) snprintf(building->words, sizeof building->words, "%s", swathe_error());
 }
 
 // Waits for the job, watching the stop flag.
-static void finish_building(struct search *search, struct building *building)
+static void finish_building(struct tuning *tuning, struct building *building)
 {
   const double end = now_s() + compile_deadline_s;
   bool done = false;
   char *log = NULL;
 
   if (!building->job) return;
-  while (!done && !stopped(search) && now_s() < end) {
+  while (!done && !stopped(tuning) && now_s() < end) {
     if (sw_jit_job_poll(building->job, &done)) break;
     if (!done) nanosleep(&(struct timespec){ .tv_nsec = 5000000 }, NULL);
   }
-  if (stopped(search)) {
+  if (stopped(tuning)) {
     sw_jit_job_kill(building->job);
   } else {
     enum swathe_status status = sw_jit_job_finish(building->job, 0.01, &log);
@@ -274,239 +263,312 @@ static void finish_building(struct search *search, struct building *building)
 }
 
 // Compiles the batch, as many at a time as there are processors.
-static void build(struct search *search, struct building *batch, int count)
+static void build(struct tuning *tuning, struct building *batch, int count)
 {
   const int beside = sw_device_cpu_processors();
   for (int i = 0; i < count + beside; i++) {
-    if (i >= beside && i - beside < count) finish_building(search, &batch[i - beside]);
-    if (i < count && !stopped(search)) start_building(search, &batch[i]);
+    if (i >= beside && i - beside < count) finish_building(tuning, &batch[i - beside]);
+    if (i < count && !stopped(tuning)) start_building(tuning, &batch[i]);
   }
 }
 
-// ---- Try -----------------------------------------------------------------------------------------
+// ---- Store ------------------------------------------------------------------------------------
 
-static enum swathe_status put_pick(struct search *search, bool complete)
+static void count_tried(struct tuning *tuning, int64_t candidate, enum sw_verdict verdict)
 {
-  const struct sw_db_row row = row_of(search, search->best);
-  return sw_db_put_pick(search->db, search->session, &row, search->default_us * search->best_ratio,
+  if (tuning->counted[candidate]) return;
+  tuning->counted[candidate] = true;
+  tuning->tried++;
+  tuning->tuned->tried++;
+  tuning->tuned->rejected += verdict == SW_VERDICT_WRONG;
+  tuning->tuned->failed += verdict != SW_VERDICT_OK && verdict != SW_VERDICT_WRONG;
+}
+
+static enum swathe_status put_failure(struct tuning *tuning, int64_t candidate,
+                                      enum sw_verdict verdict, const char *words)
+{
+  const struct sw_db_row row = row_of(tuning, tuning->candidates[candidate].config);
+  const struct sw_db_sample sample = { .verdict = sw_verdict_name(verdict), .words = words };
+  count_tried(tuning, candidate, verdict);
+  return sw_db_put_sample(tuning->db, tuning->session, &row, &sample);
+}
+
+static enum swathe_status put_pick(struct tuning *tuning, bool complete)
+{
+  const struct sw_db_row row = row_of(tuning, best_config(tuning));
+  const struct sw_search *search = &tuning->search;
+  return sw_db_put_pick(tuning->db, tuning->session, &row, search->default_us * search->best_ratio,
                         search->default_us, search->best_ratio, complete);
 }
 
-static enum swathe_status put_sample(struct search *search, const char *config, const char *verdict,
-                                     const char *words, const struct sw_trial_result *result, double ratio)
-{
-  double runs[SW_TRIAL_RUNS] = { 0 };
-  const struct sw_db_row row = row_of(search, config);
-  const int32_t count = result ? result->runs : 0;
+// ---- The search's operations ------------------------------------------------------------------
 
-  if (result) memcpy(runs, result->candidate_us, sizeof runs);
+static enum swathe_status check_built(struct tuning *tuning, const struct building *building,
+                                      int64_t candidate, enum sw_verdict *verdict)
+{
+  char words[SW_TRIAL_WORDS];
+  if (building->failed) {
+    *verdict = SW_VERDICT_COMPILE;
+    return put_failure(tuning, candidate, *verdict, building->words);
+  }
+  show_progress(tuning, building->config);
+  const enum swathe_status status =
+      sw_trial_check(tuning->bench, building->config, tuning->options->stop, verdict, words);
+  if (status || *verdict == SW_VERDICT_OK) return status;
+  return put_failure(tuning, candidate, *verdict, words);
+}
+
+static enum swathe_status prepare(void *arg, const int64_t *candidates, int32_t count,
+                                  enum sw_verdict *verdicts)
+{
+  struct tuning *tuning = arg;
+  struct building batch[SW_SEARCH_MOST_SLOTS];
+  enum swathe_status status = SWATHE_OK;
+
+  sw_trial_end_racers(tuning->bench);
+  memset(batch, 0, sizeof batch);
+  for (int32_t i = 0; i < count; i++) batch[i].config = tuning->candidates[candidates[i]].config;
+  show_progress(tuning, batch[0].config);
+  build(tuning, batch, count);
+  for (int32_t i = 0; i < count && !status; i++) {
+    if (stopped(tuning)) status = sw_fail(SWATHE_INTERRUPTED, "stopped; what was measured is kept");
+    else if (candidates[i] == 0 || now_s() < tuning->end_s)
+      status = check_built(tuning, &batch[i], candidates[i], &verdicts[i]);
+  }
+  for (int32_t i = 0; i < count; i++) sw_gen_source_free(&batch[i].source);
+  return status;
+}
+
+static enum swathe_status measure(void *arg, struct sw_search_round *round)
+{
+  struct tuning *tuning = arg;
+  struct sw_trial_slot slots[SW_SEARCH_MOST_SLOTS];
+
+  show_progress(tuning, "");
+  if (stopped(tuning)) return sw_fail(SWATHE_INTERRUPTED, "stopped; what was measured is kept");
+  for (int32_t i = 0; i < round->count; i++)
+    slots[i].config = tuning->candidates[round->order[i]].config;
+  enum swathe_status status =
+      sw_trial_round(tuning->bench, slots, round->count, round->stage == SW_SEARCH_LOADED,
+                     tuning->options->stop, &round->noisy);
+  for (int32_t i = 0; i < round->count && !status; i++) {
+    round->us[i] = slots[i].us;
+    round->verdicts[i] = slots[i].verdict;
+    if (slots[i].verdict == SW_VERDICT_OK || slots[i].verdict == SW_VERDICT_UNTRIED) continue;
+    status = put_failure(tuning, round->order[i], slots[i].verdict, slots[i].words);
+  }
+  return status;
+}
+
+static enum swathe_status note(void *arg, const struct sw_search_runs *runs)
+{
+  struct tuning *tuning = arg;
+  const struct sw_db_row row = row_of(tuning, tuning->candidates[runs->candidate].config);
+  double sorted[SW_SEARCH_MOST_RUNS];
+
+  memcpy(sorted, runs->us, sizeof sorted);
   const struct sw_db_sample sample = {
-    .verdict = verdict,
-    .words = words,
-    .runs_us = count ? result->candidate_us : NULL,
-    .default_runs_us = count ? result->incumbent_us : NULL,
-    .runs = count,
-    .median_us = sw_trial_median(runs, count),
-    .ratio = count ? ratio : 0,
+    .verdict = "ok",
+    .words = "",
+    .runs_us = runs->us,
+    .default_runs_us = runs->beside == 0 ? runs->beside_us : NULL,
+    .runs = runs->runs,
+    .median_us = sw_search_median(sorted, runs->runs),
+    .ratio = runs->ratio,
+    .noisy = 2 * runs->noisy > runs->runs,
   };
-  return sw_db_put_sample(search->db, search->session, &row, &sample);
+  count_tried(tuning, runs->candidate, SW_VERDICT_OK);
+  return sw_db_put_sample(tuning->db, tuning->session, &row, &sample);
 }
 
-static bool wins(const struct sw_trial_result *result)
+// Until the search is over, only a problem without a finished pick gets what leads.
+static enum swathe_status lead(void *arg)
 {
-  int32_t faster = 0;
-  for (int32_t i = 0; i < result->runs; i++) faster += result->candidate_us[i] < result->incumbent_us[i];
-  return sw_trial_ratio(result) < better_ratio && 3 * faster >= 2 * result->runs;
+  struct tuning *tuning = arg;
+  return tuning->held.found && tuning->held.complete ? SWATHE_OK : put_pick(tuning, false);
 }
 
-static enum swathe_status try_candidate(struct search *search, struct candidate *candidate)
+static double search_now_s(void *arg)
 {
-  struct sw_trial_result result;
-  enum swathe_status status;
+  (void)arg;
+  return now_s();
+}
 
-  show_progress(search, candidate->config);
-  status = sw_trial_run(search->bench, candidate->config, search->best, FIRST_RUNS, search->options->stop,
-                        &result);
+static const struct sw_search_operations operations = {
+  .prepare = prepare, .measure = measure, .note = note, .lead = lead, .now_s = search_now_s
+};
+
+// ---- The limit --------------------------------------------------------------------------------
+
+// What the share's multiply-adds and bytes take at the machine's best.  Not known: no harm.
+static double find_limit_us(struct tuning *tuning)
+{
+  struct sw_gen_source source;
+  struct sw_limit limit = { 0 };
+  double flops, bytes;
+
+  if (sw_context_source(tuning->context, tuning->problem, tuning->direction, NULL,
+                        tuning->candidates[0].config, &source))
+    return 0;
+  const enum swathe_status status =
+      sw_limit_measure(tuning->context, tuning->problem->dtype, source.flags, &limit);
+  sw_gen_source_free(&source);
+  if (status || !(limit.flops_per_s > 0)) return 0;
+  sw_trial_work(tuning->bench, &flops, &bytes);
+  const double compute_us = 1e6 * flops / limit.flops_per_s;
+  const double memory_us = limit.bytes_per_s > 0 ? 1e6 * bytes / limit.bytes_per_s : 0;
+  return compute_us > memory_us ? compute_us : memory_us;
+}
+
+// ---- Tune -------------------------------------------------------------------------------------
+
+static int64_t memory_bytes(const struct tuning *tuning)
+{
+  if (tuning->options->memory_bytes > 0) return tuning->options->memory_bytes;
+  return (int64_t)sysconf(_SC_PHYS_PAGES) / 2 * (int64_t)sysconf(_SC_PAGESIZE);
+}
+
+static enum swathe_status prepare_bench(struct tuning *tuning)
+{
+  const struct sw_trial_options options = { .default_config = tuning->candidates[0].config,
+                                            .trial_s = tuning->options->trial_s,
+                                            .memory_bytes = memory_bytes(tuning) };
+  return sw_trial_prepare(tuning->context, tuning->problem, tuning->direction, &options,
+                          &tuning->bench);
+}
+
+static void set_up_search(struct tuning *tuning)
+{
+  const double good = tuning->options->good_enough;
+  const int32_t processors = sw_device_cpu_processors();
+  const int64_t held = tuning->held.found && tuning->held.complete
+                           ? find_candidate(tuning, tuning->held.config)
+                           : -1;
+
+  tuning->limit_us = find_limit_us(tuning);
+  for (int64_t i = 0; i < tuning->count; i++) tuning->candidates[i].bound_us = tuning->limit_us;
+  tuning->search = (struct sw_search){
+    .operations = &operations,
+    .arg = tuning,
+    .candidates = tuning->candidates,
+    .count = tuning->count,
+    .holder = held > 0 ? held : 0,
+    .holder_quiet = held >= 0 && tuning->held.quiet,
+    .end_s = tuning->end_s,
+    .good_enough = good < 0   ? 0
+                   : good > 0 ? good
+                              : default_good_enough,
+    .heat = processors > LEAST_HEAT ? processors : LEAST_HEAT,
+    .patience = PATIENCE,
+    .seed = (uint64_t)tuning->session,
+  };
+}
+
+// A pick that held against noise rests on its older, quiet samples: it stays as it is stored.
+static bool keeps_stored_pick(const struct tuning *tuning)
+{
+  return tuning->held.found && tuning->held.complete && tuning->held.quiet &&
+         tuning->search.noisy && !strcmp(tuning->held.config, best_config(tuning));
+}
+
+static enum swathe_status tune_direction(struct tuning *tuning)
+{
+  enum swathe_status status = list_candidates(tuning);
   if (status) return status;
-  candidate->tried = true;
-  search->tried++;
-  search->tuned->tried++;
-  search->since_gain++;
-  const double ratio = result.runs ? sw_trial_ratio(&result) * search->best_ratio : 0;
-  if (result.verdict == SW_VERDICT_WRONG) search->tuned->rejected++;
-  else if (result.verdict) search->tuned->failed++;
-  status = put_sample(search, candidate->config, sw_verdict_name(result.verdict), result.words, &result,
-                      ratio);
-  if (status || result.verdict || !wins(&result)) return status;
-  snprintf(search->best, sizeof search->best, "%s", candidate->config);
-  search->best_ratio = ratio;
-  search->since_gain = 0;
-  return put_pick(search, false);
+
+  show_progress(tuning, "");
+  status = prepare_bench(tuning);
+  if (!status && !tuning->options->again) {
+    const struct sw_db_row row = row_of(tuning, "");
+    status = sw_db_known(tuning->db, &row, recall, tuning);
+  }
+  if (status) return status;
+  set_up_search(tuning);
+  status = sw_search_run(&tuning->search);
+  if (!status && !keeps_stored_pick(tuning)) status = put_pick(tuning, true);
+  show_progress(tuning, "");
+  struct swathe_tuned *tuned = tuning->tuned;
+  if (!(tuning->search.default_us > 0)) return status;
+  snprintf(tuned->config, sizeof tuned->config, "%s", best_config(tuning));
+  tuned->default_us = tuning->search.default_us;
+  tuned->best_us = tuning->search.default_us * tuning->search.best_ratio;
+  tuned->ratio = tuning->search.best_ratio;
+  tuned->limit_share = limit_share(tuning);
+  tuned->noisy = tuning->search.noisy;
+  tuned->good_enough = tuning->search.ended_good;
+  return status;
 }
 
-static enum swathe_status try_batch(struct search *search, struct building *batch, int count)
+static void free_tuning(struct tuning *tuning)
 {
+  sw_trial_free(tuning->bench);
+  for (int64_t i = 0; i < tuning->count; i++) free((char *)(uintptr_t)tuning->candidates[i].config);
+  free(tuning->candidates);
+  free(tuning->counted);
+}
+
+struct call {
+  struct swathe_context *context;
+  const struct swathe_problem *problem;
+  const struct swathe_tune_options *options;
+  struct swathe_tuned *tuned;
+  struct sw_db *db;
+  int64_t session;
+  double end_s;
+};
+
+static enum swathe_status tune_both(struct call *call)
+{
+  const bool both = !call->options->forward && !call->options->backward;
+  const bool wanted[2] = { both || call->options->forward, both || call->options->backward };
   enum swathe_status status = SWATHE_OK;
 
-  build(search, batch, count);
-  for (int i = 0; i < count && !status; i++) {
-    struct building *building = &batch[i];
-    if (stopped(search)) status = sw_fail(SWATHE_INTERRUPTED, "stopped; what was measured is kept");
-    else if (building->failed) {
-      building->candidate->tried = true;
-      search->tried++;
-      search->tuned->tried++;
-      search->tuned->failed++;
-      status = put_sample(search, building->candidate->config, "compile", building->words, NULL, 0);
-    } else if (now_s() < search->end_s) {
-      status = try_candidate(search, building->candidate);
-    }
+  for (int d = 0; d < 2 && !status; d++) {
+    if (!wanted[d]) continue;
+    // forward may use half of what there is, backward all that is left
+    const double begin = now_s(), left = call->end_s - begin;
+    struct tuning tuning = {
+      .context = call->context,
+      .problem = call->problem,
+      .options = call->options,
+      .direction = (enum swathe_direction)d,
+      .db = call->db,
+      .session = call->session,
+      .tuned = &call->tuned[d],
+      .begin_s = begin,
+      .end_s = begin + (d == 0 && wanted[1] ? left / 2 : left),
+    };
+    bool done = false;
+    sw_context_environment(call->context, &tuning.environment);
+    status = recall_pick(&tuning, &done);
+    if (!status && !done) status = tune_direction(&tuning);
+    free_tuning(&tuning);
   }
-  for (int i = 0; i < count; i++) sw_gen_source_free(&batch[i].source);
   return status;
-}
-
-// ---- Search --------------------------------------------------------------------------------------
-
-// The next batch; 0 when the search ends by itself.
-static int choose_batch(struct search *search, struct building batch[BATCH])
-{
-  int count = 0;
-
-  memset(batch, 0, BATCH * sizeof *batch);
-  while (count < BATCH) {
-    int apart = 0;
-    struct candidate *candidate = nearest_untried(search, &apart);
-    if (!candidate || (apart > 1 && search->since_gain >= PATIENCE)) break;
-    candidate->tried = true;  // so that it is chosen once; set back below
-    batch[count++].candidate = candidate;
-  }
-  for (int i = 0; i < count; i++) batch[i].candidate->tried = false;
-  return count;
-}
-
-static enum swathe_status walk(struct search *search)
-{
-  struct building batch[BATCH];
-  enum swathe_status status = SWATHE_OK;
-  int count;
-
-  while (!status && now_s() < search->end_s && (count = choose_batch(search, batch)) > 0)
-    status = try_batch(search, batch, count);
-  return status;
-}
-
-// The default alone: it must be right, and its time is what every ratio is of.
-static enum swathe_status try_default(struct search *search)
-{
-  struct sw_trial_result result;
-  struct candidate *first = &search->candidates[0];
-  enum swathe_status status = sw_trial_run(search->bench, first->config, first->config, 5,
-                                           search->options->stop, &result);
-  if (status) return status;
-  if (result.verdict) {
-    put_sample(search, first->config, sw_verdict_name(result.verdict), result.words, NULL, 0);
-    return sw_fail(SWATHE_WRONG_RESULT, "the default config %s failed its check (%s): %s", first->config,
-                   sw_verdict_name(result.verdict), result.words);
-  }
-  if (!first->tried) search->tried++;
-  first->tried = true;
-  search->tuned->tried++;
-  search->default_us = sw_trial_median(result.candidate_us, result.runs);
-  return put_sample(search, first->config, "ok", "", &result, 1);
-}
-
-// Best against default once more, with more pairs: the ratio that is told.  A best that does not hold up
-// gives way to the default.
-static enum swathe_status confirm(struct search *search)
-{
-  struct sw_trial_result result;
-  enum swathe_status status;
-
-  if (!strcmp(search->best, search->candidates[0].config)) return SWATHE_OK;
-  show_progress(search, search->best);
-  status = sw_trial_run(search->bench, search->best, search->candidates[0].config, LAST_RUNS,
-                        search->options->stop, &result);
-  if (status) return status;
-  search->best_ratio = result.runs ? sw_trial_ratio(&result) : 1;
-  if (!result.verdict && search->best_ratio < 1)
-    return put_sample(search, search->best, "ok", "", &result, search->best_ratio);
-  snprintf(search->best, sizeof search->best, "%s", search->candidates[0].config);
-  search->best_ratio = 1;
-  return SWATHE_OK;
-}
-
-static enum swathe_status tune_direction(struct search *search)
-{
-  enum swathe_status status = list_candidates(search);
-  if (status) return status;
-
-  snprintf(search->best, sizeof search->best, "%s", search->candidates[0].config);
-  search->best_ratio = 1;
-  show_progress(search, "");
-  status = sw_trial_prepare(search->context, search->problem, search->direction,
-                            search->candidates[0].config, search->options->trial_s, &search->bench);
-  if (!status) status = try_default(search);
-  if (!status && !search->options->again) {
-    const struct sw_db_row row = row_of(search, search->best);
-    status = sw_db_known(search->db, &row, recall, search);
-  }
-  if (!status) status = put_pick(search, false);
-  if (!status) status = walk(search);
-  if (!status) status = confirm(search);
-  if (!status) status = put_pick(search, true);
-  show_progress(search, "");
-  snprintf(search->tuned->config, sizeof search->tuned->config, "%s", search->best);
-  search->tuned->default_us = search->default_us;
-  search->tuned->best_us = search->default_us * search->best_ratio;
-  search->tuned->ratio = search->best_ratio;
-  return status;
-}
-
-static void free_search(struct search *search)
-{
-  sw_trial_free(search->bench);
-  for (int64_t i = 0; i < search->count; i++) free(search->candidates[i].config);
-  free(search->candidates);
 }
 
 enum swathe_status swathe_tune(struct swathe_context *context, const struct swathe_problem *problem,
-                               const struct swathe_tune_options *options, struct swathe_tuned tuned[2])
+                               const struct swathe_tune_options *options,
+                               struct swathe_tuned tuned[2])
 {
-  const bool both = !options->forward && !options->backward;
-  const bool wanted[2] = { both || options->forward, both || options->backward };
-  const double begin = now_s(), budget = options->budget_s > 0 ? options->budget_s : 60;
-  struct sw_db *db = NULL;
-  int64_t session = 0;
+  const double budget_s = options->budget_s > 0 ? options->budget_s : default_budget_s;
+  const double wait_s = options->wait_s > 0 ? options->wait_s : default_wait_s;
+  struct call call = { .context = context, .problem = problem, .options = options, .tuned = tuned };
+  struct sw_lease lease = { .file = -1 };
   enum swathe_status status = swathe_problem_check(problem);
 
   memset(tuned, 0, 2 * sizeof *tuned);
   if (status) return status;
   if (!*context->database)
-    return sw_fail(SWATHE_DATABASE, "there is no place for a tuning database: give one, or set SWATHE_DB");
-  status = sw_db_open(context->database, SW_DB_WRITE, &db);
-  if (!status) status = sw_db_session_begin(db, "tune", budget, &session);
-  for (int d = 0; d < 2 && !status; d++) {
-    if (!wanted[d]) continue;
-    // forward may use half of what there is, backward all that is left
-    const double left = budget - (now_s() - begin);
-    struct search search = {
-      .context = context,
-      .problem = problem,
-      .options = options,
-      .direction = (enum swathe_direction)d,
-      .db = db,
-      .session = session,
-      .tuned = &tuned[d],
-      .begin_s = now_s(),
-      .end_s = now_s() + (d == 0 && wanted[1] ? left / 2 : left),
-    };
-    sw_context_environment(context, &search.environment);
-    if (already_tuned(&search)) continue;
-    status = tune_direction(&search);
-    free_search(&search);
-  }
-  if (db) sw_db_close(db);
+    return sw_fail(SWATHE_DATABASE,
+                   "there is no place for a tuning database: give one, or set SWATHE_DB");
+  status = sw_db_open(context->database, SW_DB_WRITE, &call.db);  // makes its directory
+  if (!status) status = sw_lease_take(context->database, wait_s, options->stop, &lease);
+  if (!status) status = sw_db_session_begin(call.db, "tune", budget_s, &call.session);
+  call.end_s = now_s() + budget_s;
+  if (!status) status = tune_both(&call);
+  sw_lease_give_back(&lease);
+  if (call.db) sw_db_close(call.db);
   sw_context_reopen_database(context);
   return status;
 }

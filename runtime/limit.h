@@ -1,0 +1,16 @@
+// limit.h: what this machine can do at best, so that a search knows when little is left to win.
+#ifndef SW_LIMIT_H
+#define SW_LIMIT_H
+
+#include "layer.h"
+
+struct sw_limit {
+  double flops_per_s, bytes_per_s;  // of all the context's threads together; 0: not known
+};
+
+// Measures multiply-adds in registers, of the kind that a kernel of this dtype uses, and reading
+// from memory: some tenths of a second.  `flags` are the compiler's for the context's isa.
+enum swathe_status sw_limit_measure(struct swathe_context *context, enum swathe_dtype dtype,
+                                    const char *flags, struct sw_limit *limit);
+
+#endif
