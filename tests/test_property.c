@@ -36,23 +36,28 @@ enum {
 
 // ---- Contexts ----------------------------------------------------------------------------------
 
-static char root[512], plain_compiler[600];
+static char root[512];
+static const char plain_compiler[] = "swathe-test-plain-cc";
 static bool root_is_ours;
 static struct swathe_context
     *contexts[PROPERTY_ISAS][2][MOST_THREADS];  // [isa][optimised][threads - 1]
 
 // The usual compiler, with -O0 behind all its flags.  Left alone if there, for the caches' sake.
+// Found through PATH: a compiler is words with spaces between them, and root may have one in it.
 static bool write_plain_compiler(void)
 {
   static const char script[] = "#!/bin/sh\nexec ${SWATHE_CC:-${CC:-cc}} \"$@\" -O0\n";
-  char fresh[640];
-  snprintf(plain_compiler, sizeof plain_compiler, "%s/plain-cc", root);
-  if (!access(plain_compiler, X_OK)) return true;
-  snprintf(fresh, sizeof fresh, "%s.%ld", plain_compiler, (long)getpid());
+  char place[600], fresh[640], path[8192];
+  const char *usual = getenv("PATH");
+  const int length = snprintf(path, sizeof path, "%s:%s", root, usual ? usual : "/usr/bin:/bin");
+  if (length >= (int)sizeof path || setenv("PATH", path, 1)) return false;
+  snprintf(place, sizeof place, "%s/%s", root, plain_compiler);
+  if (!access(place, X_OK)) return true;
+  snprintf(fresh, sizeof fresh, "%s.%ld", place, (long)getpid());
   FILE *file = fopen(fresh, "w");
   if (!file) return false;
   fputs(script, file);
-  return !fclose(file) && !chmod(fresh, 0755) && !rename(fresh, plain_compiler);
+  return !fclose(file) && !chmod(fresh, 0755) && !rename(fresh, place);
 }
 
 static bool open_root(void)

@@ -83,7 +83,7 @@ static int set_up(void **state)
   (void)state;
   if (!source || !mkdtemp(root)) return -1;
   snprintf(generator, sizeof generator, "%s/gen", root);
-  shell("mkdir %s && cp -r %s/generator %s/templates %s", generator, source, source, generator);
+  shell("mkdir %s && cp -r '%s/generator' '%s/templates' %s", generator, source, source, generator);
   shell("mv %s/generator/spaces.lua %s/generator/spaces_real.lua", generator, generator);
   write_file("generator/spaces.lua", "w", spaces);
   shell("cd %s/templates/cpu && { printf '//@ if SABOTAGE ~= 0 then\\n#define forward forward_real\\n//@ end\\n'"
