@@ -87,6 +87,9 @@ return {
         elseif c.registers >= 32 then
           vectors, keys = 4, 6
         end
+        if vectors == 1 and c.bf16 == 1 and c.bf16_pairs == 1 and c.head_dim_v % 16 == 0 then
+          keys = 16                                  -- half the loads of each word of queries
+        end
         local rows = c.lanes * vectors
 
         -- the most useful work per lane: lanes that hold a row, keys of a tile that a row sees
@@ -101,7 +104,7 @@ return {
                       c.head_dim_v % (16 + 16 * c.bf16) == 0
         local stream = not wide and lines
         return { vectors = vectors, pack = pack, rows_k = keys, rows_d = keys,
-                 block_k = keys == 8 and 128 or 96, ring_blocks = 64, prefetch = 16,
+                 block_k = keys % 8 == 0 and 128 or 96, ring_blocks = 64, prefetch = 16,
                  stream = stream and 1 or 0 }
       end,
     },
