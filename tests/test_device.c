@@ -285,11 +285,11 @@ static void fork_does_not_hang(void **state)
 
 static void isa_follows_the_order_given(void **state)
 {
-  const char *all[] = { "avx512", "avx2", "neon", "generic" };
+  const char *all[] = { "avx512bf16", "avx512", "avx2", "neon", "generic" };
   const char *plain_first[] = { "generic", "avx512" };
   const char *unknown[] = { "vax", "avx9000" };
   (void)state;
-  const char *best = sw_device_cpu_isa(all, 4);
+  const char *best = sw_device_cpu_isa(all, 5);
   assert_non_null(best);
   assert_ptr_equal(sw_device_cpu_isa(plain_first, 2), plain_first[0]);
   assert_null(sw_device_cpu_isa(unknown, 2));
@@ -298,16 +298,18 @@ static void isa_follows_the_order_given(void **state)
   // what the kernel says about this processor, beside what we say
   char line[16384];
   FILE *processors = fopen("/proc/cpuinfo", "re");
-  bool avx2 = false, avx512 = false, x86 = false;
+  bool avx2 = false, avx512 = false, pairs = false, x86 = false;
   while (processors && fgets(line, sizeof line, processors))
     if (!strncmp(line, "flags", 5)) {
       x86 = true;
       avx2 = strstr(line, " avx2") && strstr(line, " fma");
       avx512 = avx2 && strstr(line, " avx512f") && strstr(line, " avx512dq") &&
                strstr(line, " avx512bw") && strstr(line, " avx512vl");
+      pairs = avx512 && strstr(line, " avx512_bf16");
     }
   if (processors) fclose(processors);
-  if (x86) assert_string_equal(best, avx512 ? "avx512" : avx2 ? "avx2" : "generic");
+  if (x86)
+    assert_string_equal(best, pairs ? "avx512bf16" : avx512 ? "avx512" : avx2 ? "avx2" : "generic");
 }
 
 static void processors_are_those_allowed(void **state)
