@@ -108,7 +108,7 @@ static void every_verb_has_help_with_examples(void **state)
 {
   (void)state;
   static const char *const verbs[] = { "models", "emit", "compile", "plan", "run", "tune",
-                                       "db list", "db show", "db best", "doctor" };
+                                       "db list", "db show", "db best", "db report", "doctor" };
   for (size_t i = 0; i < sizeof verbs / sizeof verbs[0]; i++) {
     char words[64], usage[64];
     snprintf(words, sizeof words, "%s --help", verbs[i]);
@@ -181,6 +181,7 @@ static void refuses_bad_use(void **state)
     { "run --sink s.npy", "--sink needs --q too" },
     { "run --forward --dout d.npy", "--forward and --dout do not go together" },
     { "run --repeat 0", "--repeat 0: at least 1" },
+    { "db report --documents 9", "--documents is an option of other verbs" },
     { "tune --budget 0", "--budget 0: more than 0 seconds" },
     { "tune --budget soon", "--budget soon: not a finite number" },
   };
@@ -529,6 +530,24 @@ static void a_failed_check_is_a_failure(void **state)
   expect("run --q q_nan.npy --k k.npy --v v.npy", 0, NULL, NULL);
 }
 
+// How many points each rule turned away: the sum always, the rules when asked.
+static void tune_tells_what_rules_turned_away(void **state)
+{
+  (void)state;
+  static const char rule[] = "pack divides the GQA ratio";
+  struct outcome brief = run_prefixed("", "tune --forward --budget 1 --database r.db " TINY);
+  struct outcome full = run_prefixed("", "tune --verbose --forward --database r.db " TINY);
+  assert_int_equal(brief.status, 0);
+  assert_int_equal(full.status, 0);
+  assert_non_null(strstr(brief.out, "points of the space; --verbose lists them\n"));
+  assert_null(strstr(brief.out, rule));
+  assert_non_null(strstr(full.out, "points of the space:\n"));
+  assert_non_null(strstr(full.out, rule));
+  release(&brief);
+  release(&full);
+  expect_json("tune --json --forward --database r.db " TINY, 0, "\"rule\": \"pack divides");
+}
+
 // A second signal is often the first one, passed on. What was found so far is one document, and the
 // words of the interruption go to stderr.
 static void an_interrupted_tune_says_so(void **state)
@@ -562,6 +581,7 @@ int main(void)
     cmocka_unit_test(a_failing_rank_ends_the_run),
     cmocka_unit_test(a_failed_check_is_a_failure),
     cmocka_unit_test(a_missing_rank_ends_the_run),
+    cmocka_unit_test(tune_tells_what_rules_turned_away),
     cmocka_unit_test(an_interrupted_tune_says_so),
   };
   return cmocka_run_group_tests(tests, make_directory, remove_directory);

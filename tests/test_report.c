@@ -1,5 +1,6 @@
-// test_report.c: `swathe db report`: what stands on the page, that nothing from a database becomes
-// markup, how large it grows, and which problems are chosen.  The binary is $TEST_COMMAND.
+// test_report.c: what users see of a tuning database: the page of `swathe db report`, that nothing from
+// a database becomes markup or moves a cursor, how large it grows, which problems are chosen; and the
+// screens of `db show` and `db list`.  The binary is $TEST_COMMAND.
 #include "../runtime/cli/fail.c"
 #include "../runtime/cli/history.c"
 
@@ -106,14 +107,21 @@ static char *read_text(const char *path)
   return text;
 }
 
-// `swathe db report WORDS`; its exit status.
-static int run(const char *words)
+// `swathe db WORDS`; its exit status.
+static int run_db(const char *words)
 {
   char command[8192];
-  snprintf(command, sizeof command, "'%s' db report %s >stdout 2>stderr", binary, words);
+  snprintf(command, sizeof command, "'%s' db %s >stdout 2>stderr", binary, words);
   const int status = system(command);
   assert_true(WIFEXITED(status));
   return WEXITSTATUS(status);
+}
+
+static int run(const char *words)
+{
+  char more[8000];
+  snprintf(more, sizeof more, "report %s", words);
+  return run_db(more);
 }
 
 // The page that WORDS make; free with free.
@@ -449,6 +457,56 @@ static void says_where_it_wrote_or_why_not(void **state)
   free(out);
 }
 
+// ---- Screens ------------------------------------------------------------------------------------
+
+static void expect_screen(const char *words, const char *text, bool there)
+{
+  assert_int_equal(run_db(words), 0);
+  char *out = read_text("stdout");
+  if (!strstr(out, text) == there)
+    fail_msg("db %s: '%s' %s in\n%s", words, text, there ? "is not" : "is", out);
+  free(out);
+}
+
+static void show_gives_the_best_in_full_and_then_differences(void **state)
+{
+  (void)state;
+  struct sw_db *db = create("shown.db");
+  put(db, "", "forward", "tile=4,pack=1,block=64", "ok", "", 1);
+  put(db, "", "forward", "tile=8,pack=1,block=64", "ok", "", 0.75);
+  put(db, "", "forward", "tile=8,pack=2,block=32", "ok", "", 0.875);
+  put(db, "", "forward", "tile=4,pack=2,block=64", "wrong", "row 7\nis off", 0);
+  put_pick(db, "tile=8,pack=1,block=64", 0.75);
+  sw_db_close(db);
+  expect_screen("show --database shown.db", "  best  tile=8,pack=1,block=64\n", true);
+  expect_screen("show --database shown.db", "0.875     4   1  pack=2,block=32\n", true);
+  expect_screen("show --database shown.db", "1.000     4   1  tile=4\n", true);
+  expect_screen("show --database shown.db", "  wrong  tile=4,pack=2\n         row 7 is off\n", true);
+  expect_screen("show --database shown.db", "on 1: isa=avx2,processor=A CPU <at> 2 GHz,threads=4, "
+                "generator g1\n", true);
+  expect_screen("show --database shown.db", "others used the machine", false);
+  expect_screen("list --database shown.db", "78.8 us, 0.750 of the default's 105.0 us\n", true);
+  plant("shown.db", "UPDATE sample SET noisy = 1 WHERE id = 3");
+  expect_screen("show --database shown.db", "~: others used the machine meanwhile\n", true);
+  // Another machine's samples stand in the same table, but say so.
+  plant("shown.db", "INSERT INTO environment SELECT 2, replace(text, '=4', '=8'), isa, processor, 8 "
+                    "FROM environment; UPDATE sample SET environment = 2 WHERE id = 3");
+  expect_screen("show --database shown.db", "0.875     4   2  pack=2,block=32\n", true);
+}
+
+// Words may hold what controls a terminal, or no UTF-8, which JSON cannot hold.
+static void screens_replace_strange_characters(void **state)
+{
+  (void)state;
+  struct sw_db *db = create("screen.db");
+  put(db, "", "forward", "tile=4", "wrong", "x", 0);
+  sw_db_close(db);
+  plant("screen.db", "UPDATE sample SET words = CAST(X'5bc29b316dff5d' AS TEXT)");
+  expect_screen("show --database screen.db", "[??1m?]\n", true);
+  expect_screen("show --database screen.db --json",
+                "\"words\": \"[\xef\xbf\xbd\xef\xbf\xbd" "1m\xef\xbf\xbd]\"", true);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -461,6 +519,8 @@ int main(void)
     cmocka_unit_test(a_page_of_many_samples_stays_small),
     cmocka_unit_test(options_choose_problems),
     cmocka_unit_test(says_where_it_wrote_or_why_not),
+    cmocka_unit_test(show_gives_the_best_in_full_and_then_differences),
+    cmocka_unit_test(screens_replace_strange_characters),
   };
   return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -66,6 +66,7 @@
   X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                 \
   X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also measure what is thought unlikely to win")          \
   X(AGAIN, "again", NULL, VERB, "measure even what the database already has")                      \
+  X(VERBOSE, "verbose", NULL, VERB, "also list the rules that turned candidates away")             \
   X(FORWARD, "forward", NULL, VERB, "only the forward pass")                                       \
   X(BACKWARD, "backward", NULL, VERB, "only the backward pass")                                    \
   X(JSON, "json", NULL, COMMON, "print one JSON document on stdout")                               \

@@ -164,18 +164,12 @@ static const char *shape_words(const char *text)
   return swathe_problem_parse(text, &problem) ? text : cli_report_problem_words(&problem);
 }
 
-// "4096 tokens a rank, 8 ranks, contiguous, cpu"
 static struct cli_text group_words(const char *text)
 {
   struct swathe_problem problem;
-  struct cli_text words = { "" };
-
   swathe_problem_init(&problem);
-  if (swathe_problem_parse(text, &problem)) return words;
-  snprintf(words.text, sizeof words.text, "%" PRId64 " tokens a rank, %" PRId32 " rank%s, %s, %s",
-           problem.tokens_per_rank, problem.ranks, problem.ranks == 1 ? "" : "s",
-           swathe_layout_name(problem.layout), swathe_target_name(problem.target));
-  return words;
+  return swathe_problem_parse(text, &problem) ? (struct cli_text){ "" }
+                                              : cli_report_group(&problem);
 }
 
 // The beginning of a reason, cut between characters.

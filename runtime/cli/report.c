@@ -3,10 +3,12 @@
 
 #include <errno.h>
 #include <inttypes.h>
+#include <limits.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <unistd.h>
 
 struct cli_text cli_report_bytes(int64_t bytes)
@@ -57,6 +59,46 @@ int cli_report_utf8(const char *text)
   const bool turns = (code >= 0x202a && code <= 0x202e) || (code >= 0x2066 && code <= 0x2069);
   const bool fine = code >= least[length] && code != 0x7f && code <= 0x10ffff;
   return fine && !surrogate && !turns ? length : 0;
+}
+
+// Columns of the terminal that stdout is; INT_MAX: it is none.
+static int terminal_columns(void)
+{
+  struct winsize size;
+  if (!isatty(STDOUT_FILENO)) return INT_MAX;
+  return ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) || size.ws_col < 40 ? 80 : size.ws_col;
+}
+
+// A character of several bytes takes one column here, which is right for what machines write.
+void cli_report_wrapped(int at, int column, const char *text)
+{
+  const int columns = terminal_columns();
+
+  while (*text) {
+    size_t bytes = 0;
+    int width = 0;
+    while (text[bytes]) {  // up to the next place to break
+      const int length = cli_report_utf8(text + bytes);
+      const char last = text[bytes];
+      bytes += (size_t)(length ? length : 1);
+      width++;
+      if (last == ',' || last == ' ' || last == '\n') break;
+    }
+    const bool blank = bytes && (text[bytes - 1] == ' ' || text[bytes - 1] == '\n');
+    if (at > column && at + width - blank > columns) {
+      printf("\n%*s", column, "");
+      at = column;
+    }
+    for (size_t i = 0; i < bytes;) {
+      const int length = cli_report_utf8(text + i);
+      if (length) fwrite(text + i, 1, (size_t)length, stdout);
+      else putchar(text[i] == '\n' ? ' ' : '?');
+      i += (size_t)(length ? length : 1);
+    }
+    at += width;
+    text += bytes;
+  }
+  putchar('\n');
 }
 
 enum cli_exit cli_report_file(const char *path, const char *text, size_t size)
@@ -170,9 +212,38 @@ const char *cli_report_problem_words(const struct swathe_problem *p)
   return text;
 }
 
+struct cli_text cli_report_group(const struct swathe_problem *p)
+{
+  struct cli_text text;
+  snprintf(text.text, sizeof text.text, "%" PRId64 " tokens a rank, %" PRId32 " rank%s, %s, %s",
+           p->tokens_per_rank, p->ranks, p->ranks == 1 ? "" : "s", swathe_layout_name(p->layout),
+           swathe_target_name(p->target));
+  return text;
+}
+
 json_t *cli_report_real(double value)
 {
   return isfinite(value) ? json_real(value) : json_null();
+}
+
+json_t *cli_report_string(const char *text)
+{
+  char *clean = malloc(3 * strlen(text) + 1);
+  size_t used = 0;
+
+  if (!clean) return NULL;
+  while (*text) {
+    const int length = cli_report_utf8(text);
+    const bool keep = length || *text == '\n';
+    const size_t bytes = keep ? (size_t)(length ? length : 1) : 3;
+    memcpy(clean + used, keep ? text : "\xef\xbf\xbd", bytes);
+    used += bytes;
+    text += length ? length : 1;
+  }
+  clean[used] = 0;
+  json_t *string = json_string(clean);
+  free(clean);
+  return string;
 }
 
 static json_t *window_json(int64_t window)

@@ -18,6 +18,10 @@ struct cli_text cli_report_number(int decimals, double value);
 // direction of writing; else 0.  A text of the database may hold anything.
 int cli_report_utf8(const char *text);
 
+// Prints a text and ends the line; the cursor stands at column `at`.  On a terminal it is broken
+// behind commas and blanks, each further line indented to `column`; a file gets it in one line.
+void cli_report_wrapped(int at, int column, const char *text);
+
 // Writes through a temporary name, so that the file is never half of the text.
 enum cli_exit cli_report_file(const char *path, const char *text, size_t size);
 
@@ -37,10 +41,14 @@ void cli_report_drop(struct cli_table *table);
 // A problem in words: "64 query and 8 key heads, dim 64, window 127 before and 0 after, bf16,
 // sinks".
 const char *cli_report_problem_words(const struct swathe_problem *problem);
+// The rest of it: "4096 tokens a rank, 8 ranks, contiguous, cpu".
+struct cli_text cli_report_group(const struct swathe_problem *problem);
 // A problem: its fields by name, windows as numbers or "unlimited".
 json_t *cli_report_problem(const struct swathe_problem *problem);
 // The same as canonical text.  Both texts live until the thread's next call of the same name.
 const char *cli_report_problem_text(const struct swathe_problem *problem);
+// A text of the database: what is not printable UTF-8 becomes U+FFFD, as JSON has only UTF-8.
+json_t *cli_report_string(const char *text);
 // A number, or null where JSON has none (NaN, infinities).
 json_t *cli_report_real(double value);
 

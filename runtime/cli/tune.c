@@ -55,14 +55,68 @@ static const char *database_words(const struct cli_args *args, char *text, size_
   return text;
 }
 
-static json_t *tuned_json(enum swathe_direction direction, const struct swathe_tuned *tuned)
+// ---- What the rules of the space turned away ----------------------------------------------------
+
+struct refused {
+  json_t *rules;  // [{"rule", "points"}]
+  int64_t points;
+};
+
+static bool pass_by(void *arg, const char *config)
 {
-  return json_pack("{s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:b}", "kernel",
+  (void)arg;
+  (void)config;
+  return true;
+}
+
+static void take_refused(void *arg, const char *rule, int64_t points)
+{
+  struct refused *refused = arg;
+  if (!points) return;
+  refused->points += points;
+  json_array_append_new(refused->rules, json_pack("{s:s, s:I}", "rule", rule, "points",
+                                                  (json_int_t)points));
+}
+
+// Tuning is over, so a walk that fails only means that there is nothing to tell.
+static struct refused find_refused(const struct cli_args *args, const struct cli_given *given,
+                                   enum swathe_direction direction)
+{
+  struct refused refused = { .rules = json_array() };
+  (void)swathe_configs(given->context, &given->problem, direction,
+                       args->value[CLI_EXHAUSTIVE] != NULL, pass_by, take_refused, &refused);
+  return refused;
+}
+
+static void print_refused(const struct refused *refused, bool verbose)
+{
+  size_t index;
+  json_t *rule;
+
+  if (!refused->points) return;
+  printf("  rules     turned away %" PRId64 " points of the space%s\n", refused->points,
+         verbose ? ":" : "; --verbose lists them");
+  json_array_foreach(refused->rules, index, rule)
+  {
+    if (!verbose) break;
+    const int at = printf("  %14" JSON_INTEGER_FORMAT "  ",
+                          json_integer_value(json_object_get(rule, "points")));
+    cli_report_wrapped(at, at, json_string_value(json_object_get(rule, "rule")));
+  }
+}
+
+// ---- What was found -----------------------------------------------------------------------------
+
+static json_t *tuned_json(enum swathe_direction direction, const struct swathe_tuned *tuned,
+                          const struct refused *refused)
+{
+  return json_pack("{s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:b, s:O}", "kernel",
                    direction_names[direction], "config", tuned->config, "best_us",
                    cli_report_real(tuned->best_us), "default_us",
                    cli_report_real(tuned->default_us), "ratio", cli_report_real(tuned->ratio),
                    "tried", (json_int_t)tuned->tried, "rejected", (json_int_t)tuned->rejected,
-                   "failed", (json_int_t)tuned->failed, "reused", tuned->reused);
+                   "failed", (json_int_t)tuned->failed, "reused", tuned->reused, "refused",
+                   refused->rules);
 }
 
 static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned)
@@ -72,14 +126,16 @@ static void print_tuned(enum swathe_direction direction, const struct swathe_tun
     printf("  nothing was measured to the end\n");
     return;
   }
-  printf("  config    %s\n", tuned->config);
+  printf("  config    ");
+  cli_report_wrapped(12, 12, tuned->config);
   if (tuned->best_us > 0)
-    printf("  time      %s, the default %s: %.3f of it\n", cli_report_time(tuned->best_us).text,
-           cli_report_time(tuned->default_us).text, tuned->ratio);
+    printf("  time      %s, %.3f of the default's %s\n", cli_report_time(tuned->best_us).text,
+           tuned->ratio, cli_report_time(tuned->default_us).text);
   if (tuned->reused) printf("  measured  before: the database had it; --again measures anew\n");
   else
     printf("  measured  %" PRId64 " candidates, %" PRId64 " rejected (wrong result), %" PRId64
-           " failed\n", tuned->tried, tuned->rejected, tuned->failed);
+           " failed\n",
+           tuned->tried, tuned->rejected, tuned->failed);
 }
 
 static enum cli_exit tune(const struct cli_args *args, const struct cli_given *given)
@@ -117,10 +173,14 @@ static enum cli_exit tune(const struct cli_args *args, const struct cli_given *g
     const bool wanted = (i == SWATHE_FORWARD ? options.forward : options.backward) ||
                         (!options.forward && !options.backward);
     if (!wanted) continue;
-    if (args->value[CLI_JSON])
-      json_array_append_new(kernels, tuned_json((enum swathe_direction)i, &tuned[i]));
-    else
+    const struct refused refused = find_refused(args, given, (enum swathe_direction)i);
+    if (args->value[CLI_JSON]) {
+      json_array_append_new(kernels, tuned_json((enum swathe_direction)i, &tuned[i], &refused));
+    } else {
       print_tuned((enum swathe_direction)i, &tuned[i]);
+      print_refused(&refused, args->value[CLI_VERBOSE]);
+    }
+    json_decref(refused.rules);
   }
   if (args->value[CLI_JSON])
     return cli_report_json(json_pack("{s:s, s:o, s:o, s:s, s:b}", "verb", "tune", "problem",
@@ -150,7 +210,7 @@ const struct cli_verb cli_verb_tune = {
       "Every candidate must match the reference before it may win.  An interrupted call keeps what "
       "it measured and the next one goes on from there.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(BUDGET) |
-             CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(FORWARD) | CLI_BIT(BACKWARD),
+             CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(VERBOSE) | CLI_BIT(FORWARD) | CLI_BIT(BACKWARD),
   .examples = { "one rank's share of a preset, for a minute",
                 "swathe tune --model gpt-oss-20b --tokens 32768 --ranks 8",
                 "everything there is, into a database to pass around",
