@@ -16,8 +16,9 @@ enum {
   FINAL_BLOCK = 4,          // rounds between two looks at the final
   FINAL_MOST_ROUNDS = 40,
   FINALISTS = 12,
-  FINAL_TIES = 6,     // finalists that stay to the end
-  MATCH_ROUNDS = 19,  // of the last match
+  FINAL_TIES = 6,  // finalists that stay to the end
+  LEAST_MATCH_ROUNDS = 8,
+  MATCH_ROUNDS = 20,  // of the last match
   LEAST_ROUNDS = 3,   // fewer say nothing
   KNOBS = 32,
   VALUES = 64,
@@ -300,15 +301,18 @@ static enum swathe_status run_round(struct race *race)
   us[0] = (first + last) / 2;
   race->noisy[race->rounds] = round.noisy || fabs(first - last) > disturbed * smaller(first, last);
   race->quiet += !race->noisy[race->rounds];
+  search->noise += 0.1 * (race->noisy[race->rounds] - search->noise);
   race->rounds++;
   take_pace(search, us[0], race->entrant[0]);
   return SWATHE_OK;
 }
 
-// Runs `rounds` more; each noisy one is run again, while there are not twice as many.
+// Runs `rounds` more; a noisy one is run again, up to twice as many in all, but the less the longer the
+// noise has lasted: it will not go away then.
 static enum swathe_status run_rounds(struct race *race, int32_t rounds)
 {
-  const int32_t wanted = race->quiet + rounds, most = race->rounds + 2 * rounds;
+  const int32_t again = (int32_t)((1 - race->search->noise) * rounds);
+  const int32_t wanted = race->quiet + rounds, most = race->rounds + rounds + again;
   enum swathe_status status = SWATHE_OK;
   while (!status && race->quiet < wanted && race->rounds < most &&
          race->rounds < SW_SEARCH_MOST_RUNS && racing(race) > 1 &&
@@ -486,6 +490,17 @@ static enum swathe_status take_lead(struct race *race)
   return search->operations->lead(search->arg);
 }
 
+// Is there an entrant of which it is not known yet whether it beats the anchor by more than `band`?
+static bool undecided(const struct race *race, double band)
+{
+  for (int32_t i = 1; i < race->count; i++) {
+    const struct estimate ratio = compare(race, i, 0);
+    if (!race->out[i] && fabs(ratio.value - (1 - band)) < larger(ratio.margin, band_least))
+      return true;
+  }
+  return false;
+}
+
 static enum swathe_status screen(struct race *race)
 {
   enum swathe_status status = run_rounds(race, SCREEN_ROUNDS);
@@ -497,8 +512,9 @@ static enum swathe_status screen(struct race *race)
     keep_best(race, 1 + racing(race) / 2);
     status = run_rounds(race, SCREEN_ROUNDS);
   }
-  if (!status && race->rounds < SCREEN_MOST_ROUNDS && racing(race) == 2)
-    status = run_rounds(race, SCREEN_MOST_ROUNDS - race->rounds);
+  while (!status && racing(race) == 2 && race->rounds < SCREEN_MOST_ROUNDS && undecided(race, 0) &&
+         now(race->search) < race->search->end_s)
+    status = run_rounds(race, SCREEN_ROUNDS);
   return status;
 }
 
@@ -522,6 +538,8 @@ static enum swathe_status run_heat(struct sw_search *search, const int64_t *chos
   const int64_t tried_before = search->tried;
   enum swathe_status status = prepare(search, chosen, count);
   if (status) return status;
+  const double prepare_s = (now(search) - begin) / count;
+  search->prepare_s = search->prepare_s > 0 ? (search->prepare_s + prepare_s) / 2 : prepare_s;
   search->since_gain += count;
   enter(&race, search->best);
   for (int32_t i = 0; i < count; i++)
@@ -577,9 +595,10 @@ static bool contends(const struct sw_search *search, int64_t i)
          i != search->best && candidate->ratio < final_margin * search->best_ratio;
 }
 
+// Anchor, challenger, anchor again, and the default if it is neither.
 static double match_s(const struct sw_search *search)
 {
-  return 1.1 * search->slot_s * MATCH_ROUNDS * 4;
+  return 1.1 * search->slot_s * MATCH_ROUNDS * (search->holder ? 4 : 3);
 }
 
 // Time to be kept for the final and the last match.
@@ -707,7 +726,10 @@ static enum swathe_status run_match(struct sw_search *search)
   status = prepare(search, race.entrant, race.count);
   for (int32_t i = 0; i < race.count; i++) race.out[i] = !search->candidates[race.entrant[i]].ready;
   if (status || race.out[0]) return status;
-  status = run_rounds(&race, MATCH_ROUNDS);
+  do status = run_rounds(&race, FINAL_BLOCK);
+  while (!status && racing(&race) > 1 && race.rounds < MATCH_ROUNDS &&
+         now(search) < search->end_s &&
+         (race.rounds < LEAST_MATCH_ROUNDS || undecided(&race, band_most)));
   const enum swathe_status noted = note_race(&race);
   if (!status) status = noted;
   if (status || race.out[0]) return status;
@@ -816,12 +838,21 @@ enum swathe_status sw_search_run(struct sw_search *search)
   return status;
 }
 
+// Of one more candidate: most heats are over after the first rounds, few near the best go on.
+static double later_s(const struct sw_search *search)
+{
+  static const double go_on = 1.15;
+  const double runs = SCREEN_ROUNDS * (1 + 2.0 / (search->heat > 0 ? search->heat : 1));
+  return search->prepare_s + go_on * runs * search->slot_s;
+}
+
 double sw_search_left_s(const struct sw_search *search)
 {
   const double left = larger(search->end_s - now(search), 0);
-  double by_pace = search->candidate_s * (double)(search->count - search->tried);
-  if (search->patience)
-    by_pace = smaller(by_pace, search->candidate_s *
-                                   larger((double)(search->patience - search->since_gain), 0));
-  return search->candidate_s > 0 ? smaller(left, by_pace + reserve_s(search)) : left;
+  const int64_t untried_ones = search->count - search->tried;
+  const int64_t patience =
+      search->patience > search->since_gain ? search->patience - search->since_gain : 0;
+  const int64_t more = search->patience && patience < untried_ones ? patience : untried_ones;
+  if (!(search->prepare_s > 0)) return left;
+  return smaller(left, later_s(search) * (double)more + reserve_s(search));
 }

@@ -100,7 +100,9 @@ struct sw_search {
   struct sw_search_knobs *knobs;
   int64_t since_gain, pace_rounds;
   double pace_us;                       // what the default takes, by all rounds so far
-  double begin_s, candidate_s, slot_s;  // seconds a candidate of a heat costs, and a run
+  double noise;                         // share of noisy rounds, lately
+  double begin_s, slot_s;                  // slot_s: a run of a round
+  double candidate_s, prepare_s;           // a candidate of a heat, and of that, to prepare it
 };
 
 // Runs the search.  SWATHE_WRONG_RESULT: the default fails.  Results hold whatever comes back.
