@@ -1,8 +1,9 @@
-// test_tune.c: the tuner against candidates that are wrong, crash, hang or do not compile; stopping,
-// resuming, and being killed at any moment.
+// test_tune.c: the tuner against candidates that are wrong, crash, hang or do not compile;
+// stopping, resuming, and being killed at any moment.
 //
-// The candidates come from the real generator with one more knob, `sabotage`, whose values spoil the forward
-// kernel in one way each.  Every other knob keeps its default, so that a search is short.
+// The candidates come from the real generator with one more knob, `sabotage`, whose values spoil
+// the forward kernel in one way each.  Every other knob keeps its default, so that a search is
+// short.
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -17,9 +18,9 @@
 
 #include <cmocka.h>
 
-#include "swathe.h"
+#include "lease.h"
 
-enum { WRONG = 1, CRASH, HANG, NO_COMPILE, SKIPS_TAIL, SLOW, WAYS };
+enum { WRONG = 1, CRASH, HANG, NO_COMPILE, SKIPS_TAIL, SLOW, GREEDY, WAYS };
 
 static char root[] = "/tmp/swathe-test-tune-XXXXXX";
 static char generator[64];
@@ -56,7 +57,8 @@ static const char spaces[] =
     "    for _, name in ipairs(knobs) do if c[name] ~= wanted[name] then return false end end\n"
     "    return true\n"
     "  end })\n"
-    "  table.insert(space.tune, { 'sabotage', { 0, 1, 2, 3, 4, 5, 6 }, 'how the kernel is spoilt' })\n"
+    "  table.insert(space.tune, { 'sabotage', { 0, 1, 2, 3, 4, 5, 6, 7 }, 'how the kernel is "
+    "spoilt' })\n"
     "  space.default = function(c) local d = default(c); d.sabotage = 0; return d end\n"
     "end\n"
     "return spaces\n";
@@ -64,7 +66,9 @@ static const char spaces[] =
 static const char spoilt[] =
     "\n//@ if SABOTAGE ~= 0 then\n"
     "#undef forward\n"
-    "void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace)\n"
+    "#undef forward_workspace\n"
+    "void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void "
+    "*workspace)\n"
     "{\n"
     "  if (SABOTAGE == 2) *(volatile int *)0 = 1;\n"
     "  while (SABOTAGE == 3) *(volatile char *)workspace = 1;\n"
@@ -72,8 +76,13 @@ static const char spoilt[] =
     "  this does not compile;\n"
     "//@ end\n"
     "  if (SABOTAGE == 5 && begin == 0 && end == 1) return;\n"
-    "  for (int i = 0; i < (SABOTAGE == 6 ? 3 : 1); i++) forward_real(args, begin, end, workspace);\n"
+    "  for (int i = 0; i < (SABOTAGE == 6 ? 3 : 1); i++) forward_real(args, begin, end, "
+    "workspace);\n"
     "  if (SABOTAGE == 1) *(float *)args->lse.data += 1;\n"
+    "}\n"
+    "sw_int64 forward_workspace(sw_int64 max_keys)\n"
+    "{\n"
+    "  return forward_workspace_real(max_keys) + (SABOTAGE == 7 ? 1 << 30 : 0);\n"
     "}\n"
     "//@ end\n";
 
@@ -86,9 +95,10 @@ static int set_up(void **state)
   shell("mkdir %s && cp -r '%s/generator' '%s/templates' %s", generator, source, source, generator);
   shell("mv %s/generator/spaces.lua %s/generator/spaces_real.lua", generator, generator);
   write_file("generator/spaces.lua", "w", spaces);
-  shell("cd %s/templates/cpu && { printf '//@ if SABOTAGE ~= 0 then\\n#define forward forward_real\\n//@ end\\n'"
-        "; cat forward.c; } > spoilt && mv spoilt forward.c",
-        generator);
+  write_file("templates/cpu/renamed", "w",
+             "//@ if SABOTAGE ~= 0 then\n#define forward forward_real\n"
+             "#define forward_workspace forward_workspace_real\n//@ end\n");
+  shell("cd %s/templates/cpu && cat renamed forward.c > spoilt && mv spoilt forward.c", generator);
   write_file("templates/cpu/forward.c", "a", spoilt);
   return 0;
 }
@@ -106,8 +116,9 @@ static struct swathe_context *open_context(const char *database)
   struct swathe_context *context = NULL;
   snprintf(cache, sizeof cache, "%s/cache", root);
   snprintf(path, sizeof path, "%s/%s", root, database);
-  const struct swathe_options options = { .database = path, .cache = cache, .threads = 1,
-                                          .generator = generator };
+  const struct swathe_options options = {
+    .database = path, .cache = cache, .threads = 1, .generator = generator
+  };
   if (swathe_open(&options, &context)) fail_msg("%s", swathe_error());
   return context;
 }
@@ -123,7 +134,7 @@ static struct swathe_problem small_problem(void)
   return problem;
 }
 
-// ---- Verdicts ------------------------------------------------------------------------------------
+// ---- Verdicts ---------------------------------------------------------------------------------
 
 struct verdicts {
   char of[WAYS][16], words[WAYS][256];
@@ -145,7 +156,9 @@ static void note_verdict(void *arg, const struct swathe_sample *sample)
 static void spoilt_candidates_never_win(void **state)
 {
   const struct swathe_problem problem = small_problem();
-  const struct swathe_tune_options options = { .budget_s = 300, .trial_s = 4, .forward = true };
+  const struct swathe_tune_options options = {
+    .budget_s = 300, .trial_s = 3, .memory_bytes = 512 << 20, .forward = true
+  };
   struct swathe_context *context = open_context("verdicts.db");
   struct verdicts verdicts = { .samples = 0 };
   struct swathe_tuned tuned[2];
@@ -164,14 +177,17 @@ static void spoilt_candidates_never_win(void **state)
   assert_non_null(strstr(verdicts.words[NO_COMPILE], "templates/cpu/forward.c:"));
   assert_string_equal(verdicts.of[SKIPS_TAIL], "wrong");
   assert_string_equal(verdicts.of[SLOW], "ok");
+  assert_string_equal(verdicts.of[GREEDY], "oom");
+  assert_non_null(strstr(verdicts.words[GREEDY], "workspace"));
   assert_int_equal(tuned[0].rejected, 2);
-  assert_int_equal(tuned[0].failed, 3);
+  assert_int_equal(tuned[0].failed, 4);
   assert_non_null(strstr(tuned[0].config, "sabotage=0"));
   assert_true(tuned[0].default_us > 0);
 
   // a layer finds it; a second tuning finds it and measures nothing
-  assert_int_equal(swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why),
-                   SWATHE_OK);
+  assert_int_equal(
+      swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why),
+      SWATHE_OK);
   assert_string_equal(config, tuned[0].config);
   assert_non_null(strstr(why, "exact pick"));
   if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
@@ -180,7 +196,7 @@ static void spoilt_candidates_never_win(void **state)
   swathe_close(context);
 }
 
-// ---- Stop and resume -----------------------------------------------------------------------------
+// ---- Stop and resume --------------------------------------------------------------------------
 
 struct stopper {
   volatile int stop;
@@ -190,6 +206,11 @@ struct stopper {
 static void stop_after(void *arg, const struct swathe_progress *progress)
 {
   struct stopper *stopper = arg;
+  assert_int_equal(progress->total, WAYS);
+  assert_true(progress->refused > 0);
+  assert_true(progress->tried >= 0 && progress->tried <= progress->total);
+  assert_true(progress->budget_s > 299 && progress->budget_s <= 300);
+  assert_true(progress->elapsed_s >= 0 && progress->elapsed_s + progress->left_s <= 301);
   if (progress->tried >= stopper->after) stopper->stop = 1;
 }
 
@@ -198,8 +219,13 @@ static void a_stopped_search_resumes(void **state)
   const struct swathe_problem problem = small_problem();
   struct swathe_context *context = open_context("resume.db");
   struct stopper stopper = { .after = 3 };
-  struct swathe_tune_options options = { .budget_s = 300, .trial_s = 4, .forward = true, .progress = stop_after,
-                                         .arg = &stopper, .stop = &stopper.stop };
+  struct swathe_tune_options options = { .budget_s = 300,
+                                         .trial_s = 3,
+                                         .memory_bytes = 512 << 20,
+                                         .forward = true,
+                                         .progress = stop_after,
+                                         .arg = &stopper,
+                                         .stop = &stopper.stop };
   struct swathe_tuned tuned[2];
   struct verdicts verdicts = { .samples = 0 };
   char config[512], why[512];
@@ -208,8 +234,9 @@ static void a_stopped_search_resumes(void **state)
   assert_int_equal(swathe_tune(context, &problem, &options, tuned), SWATHE_INTERRUPTED);
   const int64_t tried_first = tuned[0].tried;
   assert_in_range(tried_first, 3, WAYS - 1);
-  assert_int_equal(swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why),
-                   SWATHE_OK);
+  assert_int_equal(
+      swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why),
+      SWATHE_OK);
   assert_non_null(strstr(why, "search not finished"));
 
   options.stop = NULL;
@@ -226,17 +253,94 @@ static void a_budget_is_kept(void **state)
 {
   const struct swathe_problem problem = small_problem();
   struct swathe_context *context = open_context("budget.db");
-  const struct swathe_tune_options options = { .budget_s = 1, .trial_s = 4, .forward = true };
+  const struct swathe_tune_options options = {
+    .budget_s = 1, .trial_s = 3, .memory_bytes = 512 << 20, .forward = true
+  };
   struct swathe_tuned tuned[2];
   (void)state;
   const time_t begin = time(NULL);
   if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
-  assert_true(time(NULL) - begin < 120);  // one hanging trial and a compile batch at most, on a slow machine
+  assert_true(time(NULL) - begin <
+              120);  // one hanging trial and a compile batch at most, on a slow machine
   assert_non_null(strstr(tuned[0].config, "sabotage=0"));
   swathe_close(context);
 }
 
-// ---- Killed at any moment ------------------------------------------------------------------------
+static void stop_at_once(void *arg, const struct swathe_progress *progress)
+{
+  struct stopper *stopper = arg;
+  if (progress->default_us > 0) stopper->stop = 1;
+}
+
+// Measuring anew can only replace a finished pick by a better one, and only at its end.
+static void a_finished_pick_outlives_a_stopped_search(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  struct swathe_context *context = open_context("verdicts.db");
+  struct stopper stopper = { .stop = 0 };
+  struct swathe_tune_options options = { .budget_s = 300,
+                                         .forward = true,
+                                         .again = true,
+                                         .trial_s = 3,
+                                         .progress = stop_at_once,
+                                         .arg = &stopper,
+                                         .stop = &stopper.stop };
+  struct swathe_tuned tuned[2];
+  char before[512], config[512], why[512];
+  (void)state;
+
+  assert_string_equal(swathe_database_path(context) + strlen(root), "/verdicts.db");
+  if (swathe_db_best(context, &problem, SWATHE_FORWARD, before, sizeof before, why, sizeof why))
+    fail_msg("%s", swathe_error());
+  assert_non_null(strstr(why, "exact pick"));
+  assert_int_equal(swathe_tune(context, &problem, &options, tuned), SWATHE_INTERRUPTED);
+  if (swathe_db_best(context, &problem, SWATHE_FORWARD, config, sizeof config, why, sizeof why))
+    fail_msg("%s", swathe_error());
+  assert_string_equal(config, before);
+  assert_null(strstr(why, "not finished"));
+  swathe_close(context);
+}
+
+// B28
+static void one_process_tunes_at_a_time(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  struct swathe_context *context = open_context("leased.db");
+  struct swathe_tune_options options = { .budget_s = 1, .wait_s = 0.2, .forward = true };
+  struct swathe_tuned tuned[2];
+  char path[96], owner[64];
+  int ready[2];
+  (void)state;
+
+  snprintf(path, sizeof path, "%s/leased.db", root);
+  assert_int_equal(pipe(ready), 0);
+  const pid_t pid = fork();
+  assert_true(pid >= 0);
+  if (pid == 0) {
+    struct sw_lease lease = { .file = -1 };
+    if (sw_lease_take(path, 0, NULL, &lease) || write(ready[1], "x", 1) != 1) _exit(1);
+    for (;;) pause();
+  }
+  assert_int_equal(read(ready[0], owner, 1), 1);
+  assert_int_equal(swathe_tune(context, &problem, &options, tuned), SWATHE_TIMEOUT);
+  snprintf(owner, sizeof owner, "process %ld is tuning", (long)pid);
+  assert_non_null(strstr(swathe_error(), owner));
+  const volatile int stop = 1;
+  options.stop = &stop;
+  options.wait_s = 100;
+  assert_int_equal(swathe_tune(context, &problem, &options, tuned), SWATHE_INTERRUPTED);
+
+  // the lease ends with its owner, however that ends
+  options.stop = NULL;
+  kill(pid, SIGKILL);
+  assert_int_equal(waitpid(pid, NULL, 0), pid);
+  if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
+  close(ready[0]);
+  close(ready[1]);
+  swathe_close(context);
+}
+
+// ---- Killed at any moment ---------------------------------------------------------------------
 
 static void count_pick(void *arg, const struct swathe_pick *pick)
 {
@@ -280,7 +384,8 @@ static void killed_tuning_loses_nothing(void **state)
 
     int64_t picks = 0;
     struct swathe_context *context = open_context("killed.db");
-    if (swathe_db_list(context, count_pick, &picks)) fail_msg("after kill %d: %s", i, swathe_error());
+    if (swathe_db_list(context, count_pick, &picks))
+      fail_msg("after kill %d: %s", i, swathe_error());
     assert_true(picks >= before);
     before = picks;
     swathe_close(context);
@@ -293,7 +398,9 @@ int main(void)
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(spoilt_candidates_never_win),
     cmocka_unit_test(a_stopped_search_resumes),
+    cmocka_unit_test(a_finished_pick_outlives_a_stopped_search),
     cmocka_unit_test(a_budget_is_kept),
+    cmocka_unit_test(one_process_tunes_at_a_time),
     cmocka_unit_test(killed_tuning_loses_nothing),
   };
   return cmocka_run_group_tests(tests, set_up, tear_down);
