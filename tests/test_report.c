@@ -1,6 +1,6 @@
-// test_report.c: what users see of a tuning database: the page of `swathe db report`, that nothing from
-// a database becomes markup or moves a cursor, how large it grows, which problems are chosen; and the
-// screens of `db show` and `db list`.  The binary is $TEST_COMMAND.
+// test_report.c: what users see of a tuning database: the page of `swathe db report`, that nothing
+// from a database becomes markup or moves a cursor, how large it grows, which problems are chosen;
+// and the screens of `db show` and `db list`.  The binary is $TEST_COMMAND.
 #include "../runtime/cli/fail.c"
 #include "../runtime/cli/history.c"
 
@@ -69,8 +69,12 @@ static void put(struct sw_db *db, const char *problem_text, const char *kernel, 
   assert_int_equal(swathe_problem_parse(problem_text, &problem), SWATHE_OK);
   assert_int_equal(sw_db_session_begin(db, "tune", 60, &session), SWATHE_OK);
   const struct sw_db_row row = { &problem, kernel, &here, config };
-  const struct sw_db_sample sample = { .verdict = verdict, .words = words, .runs_us = runs,
-                                       .runs = count, .median_us = 105 * ratio, .ratio = ratio };
+  const struct sw_db_sample sample = { .verdict = verdict,
+                                       .words = words,
+                                       .runs_us = runs,
+                                       .runs = count,
+                                       .median_us = 105 * ratio,
+                                       .ratio = ratio };
   if (sw_db_put_sample(db, session, &row, &sample)) fail_msg("%s", swathe_error());
 }
 
@@ -149,15 +153,16 @@ static void expect_text(const char *page, const char *text, bool there)
     fail_msg("'%s' %s on the page:\n%.20000s", text, there ? "is not" : "is", page);
 }
 
-// Every "<" opens a tag that the template has, whose attributes are quoted and closed, and none of them
-// runs anything or asks the network.
+// Every "<" opens a tag that the template has, whose attributes are quoted and closed, and none of
+// them runs anything or asks the network.
 static void expect_harmless(const char *page)
 {
   static const char *const tags[] = {
-    "!DOCTYPE", "html", "head",  "meta",  "title", "style", "body", "h1",     "h2",    "h3",
-    "p",        "b",    "a",     "br",    "code",  "div",   "svg",  "circle", "line",  "path",
-    "text",     "g",    "table", "thead", "tbody", "tr",    "th",   "td",     "span",  "section",
-    "ul",       "li",   "wbr",   "figure", "figcaption", "caption", "details", "summary",
+    "!DOCTYPE", "html",   "head",       "meta",    "title",   "style",   "body",  "h1",
+    "h2",       "h3",     "p",          "b",       "a",       "br",      "code",  "div",
+    "svg",      "circle", "line",       "path",    "text",    "g",       "table", "thead",
+    "tbody",    "tr",     "th",         "td",      "span",    "section", "ul",    "li",
+    "wbr",      "figure", "figcaption", "caption", "details", "summary",
   };
   static const char *const never[] = { "<script", "javascript:", "url(",
                                        "http://", "https://",    "@import" };
@@ -243,17 +248,26 @@ static void a_section_has_dots_line_table_and_reasons(void **state)
 static void the_newest_sample_of_a_config_counts(void **state)
 {
   (void)state;
-  static const struct { const char *config, *verdict; double ratio, best; } rows[] = {
-    { "a", "crash", 0, 0 },     { "b", "ok", 1, 1 },        { "c", "ok", 0.5, 0.5 },
-    { "d", "ok", 0.75, 0.5 },   { "c", "ok", 0.875, 0.75 }, { "c", "ok", 0.625, 0.625 },
-    { "c", "wrong", 0, 0.75 },  { "e", "odd", 0.1, 0.75 },  { "f", "ok", 0, 0.75 },
+  static const struct {
+    const char *config, *verdict;
+    double ratio, best;
+  } rows[] = {
+    { "a", "crash", 0, 0 },    { "b", "ok", 1, 1 },        { "c", "ok", 0.5, 0.5 },
+    { "d", "ok", 0.75, 0.5 },  { "c", "ok", 0.875, 0.75 }, { "c", "ok", 0.625, 0.625 },
+    { "c", "wrong", 0, 0.75 }, { "e", "odd", 0.1, 0.75 },  { "f", "ok", 0, 0.75 },
   };
   struct cli_history history = { 0 };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     const struct swathe_sample sample = {
-      .problem = "p",             .kernel = "k",         .environment = "e",
-      .config = rows[i].config,   .generator = "g",      .verdict = rows[i].verdict,
-      .words = "",                .when = "",            .median_us = rows[i].ratio,
+      .problem = "p",
+      .kernel = "k",
+      .environment = "e",
+      .config = rows[i].config,
+      .generator = "g",
+      .verdict = rows[i].verdict,
+      .words = "",
+      .when = "",
+      .median_us = rows[i].ratio,
       .ratio = rows[i].ratio,
     };
     assert_true(cli_history_takes(&history, &sample));
@@ -261,14 +275,14 @@ static void the_newest_sample_of_a_config_counts(void **state)
   }
   assert_int_equal(history.count, 7);  // nobody knows the verdict "odd", and f was not measured
   assert_int_equal(cli_history_settle(&history), CLI_OK);
-  for (int64_t i = 0; i < history.count; i++)
-    assert_true(history.samples[i].best == rows[i].best);
+  for (int64_t i = 0; i < history.count; i++) assert_true(history.samples[i].best == rows[i].best);
   assert_int_equal(history.ranked, 2);
   assert_int_equal(history.ranking[0], 3);
   assert_int_equal(history.ranking[1], 1);
   assert_true(cli_history_default_us(&history) == 1);
-  const struct swathe_sample other = { .problem = "p", .kernel = "k", .environment = "e",
-                                       .generator = "g2" };
+  const struct swathe_sample other = {
+    .problem = "p", .kernel = "k", .environment = "e", .generator = "g2"
+  };
   assert_false(cli_history_takes(&history, &other));
   cli_history_clear(&history);
 }
@@ -283,8 +297,16 @@ static void texts_never_become_markup(void **state)
     "</title></svg></code></td><script src=x>",
     "\" onload=\"alert(1)",
     "' onmouseover='alert(1)",
-    "]]>", "<!--", "-->", "<!--@ page -->", "$(ratio)$(config)", "&lt;&amp", "<style>*{display:none}",
-    "\\u003cscript", "a,b,<b>,=,", ",,,",
+    "]]>",
+    "<!--",
+    "-->",
+    "<!--@ page -->",
+    "$(ratio)$(config)",
+    "&lt;&amp",
+    "<style>*{display:none}",
+    "\\u003cscript",
+    "a,b,<b>,=,",
+    ",,,",
   };
   enum { TEXTS = sizeof texts / sizeof texts[0] };
   struct sw_db *db = create("hostile.db");
@@ -296,7 +318,8 @@ static void texts_never_become_markup(void **state)
   put(db, "", "backward", "tile=1", "crash", "caf\xc3\xa9", 0);
   put_pick(db, texts[0], 0.5);
   sw_db_close(db);
-  plant("hostile.db", "UPDATE sample SET generator = '<script>g</script>' WHERE kernel = 'forward'");
+  plant("hostile.db",
+        "UPDATE sample SET generator = '<script>g</script>' WHERE kernel = 'forward'");
   char *page = page_of("--database hostile.db");
   expect_harmless(page);
   expect_text(page, "&lt;script&gt;alert(1)&lt;/script&gt;", true);
@@ -312,16 +335,16 @@ static void texts_never_become_markup(void **state)
 static void strange_characters_are_replaced(void **state)
 {
   (void)state;
-  static const char *const hex[] = { "ff", "c0af", "e28082e280ae", "eda080", "f4908080", "c285",
-                                     "e2", "f09f98" };
+  static const char *const hex[] = { "ff",       "c0af", "e28082e280ae", "eda080",
+                                     "f4908080", "c285", "e2",           "f09f98" };
   struct sw_db *db = create("strange.db");
   for (size_t i = 0; i < sizeof hex / sizeof hex[0]; i++)
     put(db, "", "forward", "tile=1", "wrong", "x", 0);
   sw_db_close(db);
   for (size_t i = 0; i < sizeof hex / sizeof hex[0]; i++) {
     char sql[256];
-    snprintf(sql, sizeof sql,
-             "UPDATE sample SET words = CAST(X'5b%s5d' AS TEXT) WHERE id = %zu", hex[i], i + 1);
+    snprintf(sql, sizeof sql, "UPDATE sample SET words = CAST(X'5b%s5d' AS TEXT) WHERE id = %zu",
+             hex[i], i + 1);
     plant("strange.db", sql);
   }
   char *page = page_of("--database strange.db");
@@ -337,10 +360,17 @@ static void rows_that_make_no_sense_are_left_out(void **state)
 {
   (void)state;
   static const char *const changes[] = {
-    "runs_us = '[1,2,3]'", "runs_us = '[1,2,3,4'",   "runs_us = '[1,2,3,nan]'",
-    "runs_us = '[1,2,3,4]]'", "runs_us = '1,2,3,4'", "runs_us = '[1,2,3,-4]'",
-    "runs_us = x'00'",     "runs_us = '[1,2,,4]'",   "ratio = -1",
-    "generator = 'a' || char(27)", "config = 'a' || char(0) || 'b'",
+    "runs_us = '[1,2,3]'",
+    "runs_us = '[1,2,3,4'",
+    "runs_us = '[1,2,3,nan]'",
+    "runs_us = '[1,2,3,4]]'",
+    "runs_us = '1,2,3,4'",
+    "runs_us = '[1,2,3,-4]'",
+    "runs_us = x'00'",
+    "runs_us = '[1,2,,4]'",
+    "ratio = -1",
+    "generator = 'a' || char(27)",
+    "config = 'a' || char(0) || 'b'",
   };
   for (size_t i = 0; i < sizeof changes / sizeof changes[0]; i++) {
     struct sw_db *db = create("senseless.db");
@@ -384,10 +414,11 @@ static void a_page_of_many_samples_stays_small(void **state)
         "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 1000) "
         "INSERT INTO problem SELECT 1 + i, replace(text, 'tokens_per_rank=1', 'tokens_per_rank=' "
         "|| (1 + i)), family, 1 + i FROM problem, n WHERE id = 1");
-  plant("large.db",
-        "INSERT INTO sample SELECT 100000 * p.id + s.id, session, p.id, kernel, environment, "
-        "generator, config, verdict, words, runs_us, NULL, runs, median_us, ratio, noisy, written_at "
-        "FROM sample s, problem p WHERE s.id BETWEEN 2 AND 11 AND p.id > 1");
+  plant(
+      "large.db",
+      "INSERT INTO sample SELECT 100000 * p.id + s.id, session, p.id, kernel, environment, "
+      "generator, config, verdict, words, runs_us, NULL, runs, median_us, ratio, noisy, written_at "
+      "FROM sample s, problem p WHERE s.id BETWEEN 2 AND 11 AND p.id > 1");
   page = page_of("--database large.db");
   expect_text(page, "Samples: 20000, of 1001 kernels", true);
   expect_text(page, "The page is full", true);
@@ -402,7 +433,10 @@ static void options_choose_problems(void **state)
   (void)state;
   static const char model[] = "q_heads=64,kv_heads=8,head_dim_qk=64,head_dim_v=64,window_left=127,"
                               "window_right=0,dtype=bf16,sinks=1,ranks=%d,tokens_per_rank=%d";
-  static const struct { const char *words; int problems; } rows[] = {
+  static const struct {
+    const char *words;
+    int problems;
+  } rows[] = {
     { "", 4 },
     { "--model gpt-oss-20b", 2 },
     { "--model gpt-oss-20b --ranks 8", 1 },
@@ -481,16 +515,20 @@ static void show_gives_the_best_in_full_and_then_differences(void **state)
   expect_screen("show --database shown.db", "  best  tile=8,pack=1,block=64\n", true);
   expect_screen("show --database shown.db", "0.875     4   1  pack=2,block=32\n", true);
   expect_screen("show --database shown.db", "1.000     4   1  tile=4\n", true);
-  expect_screen("show --database shown.db", "  wrong  tile=4,pack=2\n         row 7 is off\n", true);
-  expect_screen("show --database shown.db", "on 1: isa=avx2,processor=A CPU <at> 2 GHz,threads=4, "
-                "generator g1\n", true);
+  expect_screen("show --database shown.db", "  wrong  tile=4,pack=2\n         row 7 is off\n",
+                true);
+  expect_screen("show --database shown.db",
+                "on 1: isa=avx2,processor=A CPU <at> 2 GHz,threads=4, "
+                "generator g1\n",
+                true);
   expect_screen("show --database shown.db", "others used the machine", false);
   expect_screen("list --database shown.db", "78.8 us, 0.750 of the default's 105.0 us\n", true);
   plant("shown.db", "UPDATE sample SET noisy = 1 WHERE id = 3");
   expect_screen("show --database shown.db", "~: others used the machine meanwhile\n", true);
   // Another machine's samples stand in the same table, but say so.
-  plant("shown.db", "INSERT INTO environment SELECT 2, replace(text, '=4', '=8'), isa, processor, 8 "
-                    "FROM environment; UPDATE sample SET environment = 2 WHERE id = 3");
+  plant("shown.db",
+        "INSERT INTO environment SELECT 2, replace(text, '=4', '=8'), isa, processor, 8 "
+        "FROM environment; UPDATE sample SET environment = 2 WHERE id = 3");
   expect_screen("show --database shown.db", "0.875     4   2  pack=2,block=32\n", true);
 }
 
@@ -504,7 +542,9 @@ static void screens_replace_strange_characters(void **state)
   plant("screen.db", "UPDATE sample SET words = CAST(X'5bc29b316dff5d' AS TEXT)");
   expect_screen("show --database screen.db", "[??1m?]\n", true);
   expect_screen("show --database screen.db --json",
-                "\"words\": \"[\xef\xbf\xbd\xef\xbf\xbd" "1m\xef\xbf\xbd]\"", true);
+                "\"words\": \"[\xef\xbf\xbd\xef\xbf\xbd"
+                "1m\xef\xbf\xbd]\"",
+                true);
 }
 
 int main(void)

@@ -210,7 +210,8 @@ const struct cli_verb cli_verb_tune = {
       "Every candidate must match the reference before it may win.  An interrupted call keeps what "
       "it measured and the next one goes on from there.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(BUDGET) |
-             CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(VERBOSE) | CLI_BIT(FORWARD) | CLI_BIT(BACKWARD),
+             CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(VERBOSE) | CLI_BIT(FORWARD) |
+             CLI_BIT(BACKWARD),
   .examples = { "one rank's share of a preset, for a minute",
                 "swathe tune --model gpt-oss-20b --tokens 32768 --ranks 8",
                 "everything there is, into a database to pass around",
