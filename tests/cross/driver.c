@@ -424,7 +424,8 @@ static void compare_all(void)
 {
   const double coarse = problem.bf16 ? 2e-2 : 1e-4;
   compare_rows("out", &work.out, expected.out, problem.head_dim_v, problem.bf16 ? 2e-2 : 2e-5);
-  compare_rows("lse", &work.lse, expected.lse, 1, 2e-5);
+  // where weights are rounded to bfloat16, a row's sum is of those
+  compare_rows("lse", &work.lse, expected.lse, 1, problem.bf16 ? 1e-3 : 2e-5);
   compare_rows("dq", &work.dq, expected.dq, problem.head_dim_qk, coarse);
 
   double dk = 0, dv = 0, dsink = 0, max_logits = 0;
