@@ -194,7 +194,7 @@ void sw_context_environment(const struct swathe_context *context,
     .isa = context->isa,
     .processor = context->processor,
     .threads = context->threads,
-    .generator = SWATHE_VERSION,
+    .generator = sw_gen_digest(context->gen),
   };
 }
 

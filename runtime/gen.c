@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include <lauxlib.h>
 #include <lua.h>
@@ -27,6 +28,7 @@ enum {
 // with zeros.
 struct sw_embedded { const char *name; const char *text; size_t size; };
 extern const struct sw_embedded sw_generator_texts[];
+extern const char sw_generator_texts_digest[];
 
 struct sw_gen {
   lua_State *lua;
@@ -35,6 +37,7 @@ struct sw_gen {
   bool hit_cap;                // memory was refused because of the cap
   int steps;                   // taken by the call that runs
   int entry;                   // registry reference of what emit.lua returns
+  char digest[80];             // of all texts
 };
 
 // ---- The box -----------------------------------------------------------------------------------
@@ -496,6 +499,30 @@ static int ask_open(lua_State *lua)
   return answer(lua, SWATHE_OK);
 }
 
+// Files of the same names as the built-in texts; one that is not there counts as never changed.
+static void digest_texts(struct sw_gen *gen)
+{
+  struct timespec newest = { 0, 0 };
+  char path[4096];
+
+  if (!gen->directory) {
+    snprintf(gen->digest, sizeof gen->digest, "%.16s", sw_generator_texts_digest);
+    return;
+  }
+  for (const struct sw_embedded *file = sw_generator_texts; file->name; file++) {
+    struct stat state;
+    snprintf(path, sizeof path, "%s/%s", gen->directory, file->name);
+    if (stat(path, &state)) continue;
+    if (state.st_mtim.tv_sec > newest.tv_sec ||
+        (state.st_mtim.tv_sec == newest.tv_sec && state.st_mtim.tv_nsec > newest.tv_nsec))
+      newest = state.st_mtim;
+  }
+  snprintf(gen->digest, sizeof gen->digest, "directory-%lld.%09ld", (long long)newest.tv_sec,
+           newest.tv_nsec);
+}
+
+const char *sw_gen_digest(const struct sw_gen *gen) { return gen->digest; }
+
 enum swathe_status sw_gen_open(const char *directory, struct sw_gen **gen_out)
 {
   struct sw_gen *gen = calloc(1, sizeof *gen);
@@ -507,6 +534,7 @@ enum swathe_status sw_gen_open(const char *directory, struct sw_gen **gen_out)
     return sw_fail(SWATHE_NO_MEMORY, "no memory for the generator");
   }
   memcpy(lua_getextraspace(gen->lua), &gen, sizeof gen);
+  digest_texts(gen);
 
   struct question question = { .gen = gen, .entry = "emit" };
   const enum swathe_status status = ask(&question, ask_open);

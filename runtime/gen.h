@@ -17,6 +17,10 @@ struct sw_gen;
 enum swathe_status sw_gen_open(const char *directory, struct sw_gen **gen);
 void sw_gen_close(struct sw_gen *gen);
 
+// Which texts these are: a digest of the built-in ones; of a directory's, when they last changed.
+// Borrowed until close.
+const char *sw_gen_digest(const struct sw_gen *gen);
+
 enum swathe_status sw_gen_models(struct sw_gen *gen, swathe_model_visit *visit, void *arg);
 
 // What every question below is about.

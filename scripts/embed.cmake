@@ -4,6 +4,7 @@
 #
 # The C file defines `const struct sw_embedded TABLE[]`, ended by a row of zeros; its type is declared by
 # whoever uses it: { const char *name; const char *text; size_t size; }.  Names are relative to ROOT.
+# `const char TABLE_digest[]` is a SHA-256 over all of them.
 set(code "// Made by scripts/embed.cmake; change the files it names, not this.\n")
 string(APPEND code "#include <stddef.h>\n\n")
 string(APPEND code "struct sw_embedded { const char *name; const char *text; size_t size; };\n")
@@ -21,5 +22,8 @@ foreach(name IN LISTS files)
   string(APPEND rows "  { \"${name}\", (const char *)text_${index}, ${size} },\n")
   math(EXPR index "${index} + 1")
 endforeach()
+string(SHA256 digest "${code}")
+string(APPEND code "\nextern const char ${TABLE}_digest[];\n")
+string(APPEND code "const char ${TABLE}_digest[] = \"${digest}\";\n")
 string(APPEND code "\nconst struct sw_embedded ${TABLE}[] = {\n${rows}  { NULL, NULL, 0 },\n};\n")
 file(WRITE "${OUTPUT}" "${code}")
