@@ -126,6 +126,13 @@ return {
         { "ring_blocks", { 32, 128, 512 },          "most packed blocks a thread keeps" },
       },
       derive = {
+        -- few keys have large weights, and rounded to bfloat16 these would add too much to what the
+        -- rounding of out does already; nor would such a window gain much
+        { "step",          function(c)
+            local few = c.left_limited == 1 and c.right_limited == 1 and
+                        c.window_left + c.window_right < 15
+            return c.bf16 == 1 and c.bf16_pairs == 1 and not few and 2 or 1
+          end, "elements that a multiply-add takes from a row" },
         { "panel_tokens",  function(c) return c.lanes * c.vectors // c.pack end,
           "query positions of a panel" },
         { "tile_tokens",   function(c) return c.panel_tokens * c.panels end,
@@ -137,11 +144,15 @@ return {
         { "value_vectors", function(c) return (c.head_dim_v + c.lanes - 1) // c.lanes end,
           "vectors that hold a value's dims" },
         { "tile_bytes",    function(c)
+            local words = 2 * c.lanes * (c.key_vectors + c.value_vectors) // c.step
+            local scores = c.step == 1 and 2 or 3
             return 4 * c.lanes * c.vectors * c.panels *
-                   (c.lanes * (3 * c.key_vectors + 2 * c.value_vectors) + 2 * c.block_k)
+                   (words + c.lanes * c.key_vectors + scores * c.block_k)
           end, "Q, dO, dQ, P and dS of a tile, about" },
         { "block_bytes",   function(c)
-            return 8 * c.block_k * c.lanes * (c.key_vectors + c.value_vectors)
+            local keys, values = c.lanes * c.key_vectors, c.lanes * c.value_vectors
+            local packed = c.step == 1 and keys + values or (2 * keys + values) // 2
+            return 4 * c.block_k * (packed + keys + values)
           end, "a packed block of keys and values with the sums of their gradients" },
       },
       require = {
@@ -206,10 +217,10 @@ return {
           end
         end
         -- about 64 rows; more when each tile fetches the packed window from far beyond the L2
-        local panels = math.max(1, math.min(8, 64 // (c.lanes * vectors)))
-        if 8 * window * (c.head_dim_qk + c.head_dim_v) > 4 * c.l2_bytes then
-          panels = math.min(8, 2 * panels)
-        end
+        local panels = 64 // (c.lanes * vectors)
+        local fetched = 8 * window * (c.head_dim_qk + c.head_dim_v)
+        if fetched > 3 * c.l2_bytes then panels = 2 * panels end
+        panels = math.max(1, math.min(8, panels))
 
         local rows, rows_d = many and 8 or 6, many and 8 or 4
         local step = math.max(c.lanes, rows_d)

@@ -1,13 +1,15 @@
 // bench_backward.c: how fast the emitted backward kernel is, as a part of what this core can
 // multiply and add.
 //
-//   bench_backward [ISA [PROBLEM [CONFIG]]]    default: every row of `problems`, its default config
+//   bench_backward [ISA [PROBLEM [CONFIG]]]    default: a table of problems, their default configs
 //
-// One thread, 2048 positions in units of 1024, keys and values of 4 (or 1) heads.  Counted are 10
-// flops per pair of query and key that see each other, query head and dim; the time is thread CPU
-// time, for each item the best of 5.  The peak is measured in the same process with the same flags.
+// One thread, 2048 positions in units of 1024.  Counted are 10 flops per pair of query and key that
+// see each other, query head and dim; the time is thread CPU time, for each item the best of 5.
+// The peak is measured in the same process with the same flags: multiply-adds of floats, or of
+// pairs of bfloat16 where that is what the kernel does.
 #include <inttypes.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,38 +21,33 @@
 
 enum { POSITIONS = 2048, UNIT = 1024, UNITS = POSITIONS / UNIT, REPEATS = 5 };
 
-static const char *const problems[] = {
-  "q_heads=4,kv_heads=4,head_dim_qk=64,head_dim_v=64,window_left=127",
-  "q_heads=8,kv_heads=1,head_dim_qk=64,head_dim_v=64,window_left=127",
-  "q_heads=4,kv_heads=4,head_dim_qk=128,head_dim_v=128,window_left=127",
-  "q_heads=8,kv_heads=1,head_dim_qk=128,head_dim_v=128,window_left=127",
-  "q_heads=4,kv_heads=4,head_dim_qk=64,head_dim_v=64,window_left=1023",
-  "q_heads=8,kv_heads=1,head_dim_qk=64,head_dim_v=64,window_left=1023",
-  "q_heads=4,kv_heads=4,head_dim_qk=128,head_dim_v=128,window_left=1023",
-  "q_heads=8,kv_heads=1,head_dim_qk=128,head_dim_v=128,window_left=1023",
-};
-
-// `rounds` rounds of 10 independent multiply-adds of whole vectors; the empty assembly keeps each
-// in its register and the compiler from adding them up.
+// `rounds` rounds of 12 independent multiply-adds of whole vectors; the assembly keeps each in its
+// register and the compiler from adding them up.
 static const char peak_source[] =
   "#if defined __AVX512F__\nenum { LANES = 16 };\n#define REGISTER \"+v\"\n"
   "#elif defined __AVX2__\nenum { LANES = 8 };\n#define REGISTER \"+x\"\n"
   "#elif defined __aarch64__\nenum { LANES = 4 };\n#define REGISTER \"+w\"\n"
   "#else\nenum { LANES = 4 };\n#define REGISTER \"+x\"\n#endif\n"
+  "#ifdef PAIRS\n"
+  "#define STEP(a) __asm__ volatile(\"vdpbf16ps %2, %1, %0\" : \"+v\"(a) : \"v\"(x), \"v\"(y))\n"
+  "const long peak_flops = 12 * 4 * LANES;\n"
+  "#else\n"
   "#define STEP(a) a += x * y; __asm__ volatile(\"\" : REGISTER(a), REGISTER(x), REGISTER(y))\n"
+  "const long peak_flops = 12 * 2 * LANES;\n"
+  "#endif\n"
   "typedef float vec __attribute__((vector_size(4 * LANES)));\n"
-  "const long peak_flops = 10 * 2 * LANES;\n"
   "void peak(float *out, long rounds) {\n"
   "  vec x = (vec){0} + 1e-3f, y = (vec){0} + 0.5f, zero = {0};\n"
-  "  vec a = zero, b = zero, c = zero, d = zero, e = zero;\n"
-  "  vec f = zero, g = zero, h = zero, i = zero, j = zero;\n"
+  "  vec a = zero, b = zero, c = zero, d = zero, e = zero, f = zero;\n"
+  "  vec g = zero, h = zero, i = zero, j = zero, k = zero, l = zero;\n"
   "  for (; rounds > 0; rounds--) {\n"
-  "    STEP(a); STEP(b); STEP(c); STEP(d); STEP(e);\n"
-  "    STEP(f); STEP(g); STEP(h); STEP(i); STEP(j);\n"
+  "    STEP(a); STEP(b); STEP(c); STEP(d); STEP(e); STEP(f);\n"
+  "    STEP(g); STEP(h); STEP(i); STEP(j); STEP(k); STEP(l);\n"
   "  }\n"
-  "  a += b + c + d + e + f + g + h + i + j;\n"
+  "  a += b + c + d + e + f + g + h + i + j + k + l;\n"
   "  *out += a[0];\n"
   "}\n";
+static const char peak_of_pairs[] = "#define PAIRS\n";
 
 static double cpu_s(void)
 {
@@ -84,17 +81,19 @@ static struct sw_jit_image *compile(struct sw_jit *jit, const char *name, const 
   return image;
 }
 
-// Flops per second of multiply-adds in registers, best of 5.
-static double measure_peak(struct sw_jit *jit, const char *flags, const char *isa)
+// Flops per second of multiply-adds in registers, the best of many short tries.
+static double measure_peak(struct sw_jit *jit, const char *flags, const char *isa, bool pairs)
 {
-  struct sw_jit_image *image = compile(jit, "peak", peak_source, flags, isa, NULL);
+  char source[sizeof peak_of_pairs + sizeof peak_source];
+  snprintf(source, sizeof source, "%s%s", pairs ? peak_of_pairs : "", peak_source);
+  struct sw_jit_image *image = compile(jit, "peak", source, flags, isa, NULL);
   void (*peak)(float *, long);
   const void *address = symbol(image, "peak");
-  const long rounds = 2000000, flops = *(const long *)symbol(image, "peak_flops");
+  const long rounds = 20000, flops = *(const long *)symbol(image, "peak_flops");
   double best = 0;
   float out = 0;
   memcpy(&peak, &address, sizeof peak);
-  for (int repeat = 0; repeat < 5; repeat++) {
+  for (int repeat = 0; repeat < 300; repeat++) {
     const double begin = cpu_s();
     peak(&out, rounds);
     const double speed = (double)flops * (double)rounds / (cpu_s() - begin);
@@ -219,12 +218,29 @@ static void measure(struct sw_gen *gen, struct sw_jit *jit, const char *isa, con
   stop_on(sw_gen_emit(gen, &request, config, &source), "emit");
   struct sw_jit_image *image =
     compile(jit, "backward", source.text, source.flags, isa, &compile_s);
-  const double peak = measure_peak(jit, source.flags, isa);
+  const bool pairs = problem.dtype == SWATHE_BF16 && !strcmp(isa, "avx512bf16");
+  const double peak = measure_peak(jit, source.flags, isa, pairs);
   const double speed = count_flops(&problem) / time_items(&problem, image);
   printf("%s\n  %s\n  %.1f of %.1f Gflop/s = %.2f of the peak; compiled in %.2f s\n", text, config,
          speed / 1e9, peak / 1e9, speed / peak, compile_s);
+  fflush(stdout);
   sw_jit_unload(image);
   sw_gen_source_free(&source);
+}
+
+// windows x dims x GQA ratios x dtypes
+static void measure_table(struct sw_gen *gen, struct sw_jit *jit, const char *isa)
+{
+  static const int windows[] = { 128, 1024 }, dims[] = { 64, 128, 256 }, ratios[] = { 1, 4, 8 };
+  static const char *const dtypes[] = { "f32", "bf16" };
+  for (int i = 0; i < 2 * 3 * 3 * 2; i++) {
+    const int window = windows[i / 18], dim = dims[i / 6 % 3], ratio = ratios[i / 2 % 3];
+    char text[200];
+    snprintf(text, sizeof text,
+             "q_heads=%d,kv_heads=%d,head_dim_qk=%d,head_dim_v=%d,window_left=%d,dtype=%s",
+             ratio == 1 ? 4 : ratio, ratio == 1 ? 4 : 1, dim, dim, window - 1, dtypes[i % 2]);
+    measure(gen, jit, isa, text, NULL);
+  }
 }
 
 int main(int argc, char **argv)
@@ -235,14 +251,14 @@ int main(int argc, char **argv)
 #if defined __x86_64__
   if (argc < 2 && __builtin_cpu_supports("avx2")) isa = "avx2";
   if (argc < 2 && __builtin_cpu_supports("avx512vl")) isa = "avx512";
+  if (argc < 2 && __builtin_cpu_supports("avx512bf16")) isa = "avx512bf16";
 #elif defined __aarch64__
   if (argc < 2) isa = "neon";
 #endif
   stop_on(sw_gen_open(NULL, &gen), "generator");
   stop_on(sw_jit_open(NULL, NULL, &jit), "jit");
   if (argc > 2) measure(gen, jit, isa, argv[2], argc > 3 ? argv[3] : NULL);
-  for (size_t i = 0; argc <= 2 && i < sizeof problems / sizeof *problems; i++)
-    measure(gen, jit, isa, problems[i], NULL);
+  else measure_table(gen, jit, isa);
   sw_jit_close(jit);
   sw_gen_close(gen);
   return 0;
