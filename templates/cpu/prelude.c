@@ -479,8 +479,8 @@ INLINE void pack_dim_pairs(float *to, int stride, sw_int64 first, const elem *fr
   }
 }
 
-// As pairs of rows, an even one and the next: pair d of both at 2 * stride * (row / 2) + d, 0 from
-// dim on.  A row whose partner is elsewhere leaves the other halves as they are.
+// As pairs of rows, an even one and the next: pair d of both at 2 * stride * (row / 2) + d.  A row
+// whose partner is elsewhere leaves the other halves as they are.
 INLINE void pack_row_pairs(float *to, int stride, sw_int64 first, const elem *from, sw_int64 token,
                            int dim, sw_int64 rows) {
   for (sw_int64 row = first; row < first + rows; row++) {
@@ -502,7 +502,6 @@ INLINE void pack_row_pairs(float *to, int stride, sw_int64 first, const elem *fr
       row++;
       from += token;
     }
-    for (int d = dim; d < 2 * stride; d++) packed[d] = 0;
     from += token;
   }
 }
