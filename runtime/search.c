@@ -175,7 +175,7 @@ static double promise(const struct sw_search *search, int64_t candidate, double 
   const uint8_t *mine = &knobs->value[candidate * KNOBS],
                 *best = &knobs->value[search->best * KNOBS];
   const double bound = search->candidates[candidate].bound_us;
-  double sum = bound > 0 && least_bound > 0 ? 0.25 * log(bound / least_bound) : 0;
+  double sum = bound > 0 && least_bound > 0 ? 0.5 * log(bound / least_bound) : 0;
   for (int k = 0; k < knobs->knobs; k++) {
     sum += knobs->effect[k][mine[k]];
     if (mine[k] != best[k]) sum += doubt;
@@ -669,7 +669,7 @@ static int32_t winner_of(const struct race *race)
   for (int32_t i = 0; i < race->count; i++) {
     if (race->out[i] || i == lead) continue;
     const struct estimate ratio = compare(race, i, lead);
-    if (ratio.value > 1 + clamp_band(0.25 * ratio.margin)) continue;
+    if (ratio.value > 1 + clamp_band(1.0 * ratio.margin)) continue;
     if (race->entrant[i] == search->holder) return i;
     if (race->entrant[winner] != search->holder &&
         strcmp(search->candidates[race->entrant[i]].config,

@@ -50,13 +50,17 @@ static double run(struct simulated *device, int64_t candidate, enum sw_search_st
 {
   const double *truth =
       stage == SW_SEARCH_LOADED && device->loaded_us ? device->loaded_us : device->alone_us;
-  double us =
-      truth[candidate] * speed_factor(device, seen) * exp(device->noise * normal(&device->random));
+  const bool spell =
+      device->spell_every_s > 0 && fmod(device->clock_s, device->spell_every_s) < device->spell_s;
+  const double noise = device->noise + (spell ? device->spell_noise : 0);
+  double us = truth[candidate] * speed_factor(device, seen) * exp(noise * normal(&device->random));
+  *seen |= spell && device->spell_seen;
   if (candidate != device->last) us *= 1 + device->cold * simulated_uniform(&device->random);
   if (simulated_uniform(&device->random) < device->outliers)
     us *= 1.1 + 0.4 * simulated_uniform(&device->random);
   device->last = candidate;
   device->launches++;
+  device->loaded_launches += stage == SW_SEARCH_LOADED;
   device->clock_s += 1e-6 * us;
   return us;
 }
@@ -80,13 +84,15 @@ static enum swathe_status measure(void *arg, struct sw_search_round *round)
   device->clock_s += device->round_s;
   for (int32_t i = 0; i < round->count; i++) {
     const int64_t candidate = round->order[i];
-    round->verdicts[i] = device->late ? device->late[candidate] : SW_VERDICT_OK;
+    const bool late = device->late && device->launches >= device->late_launches;
+    round->verdicts[i] = late ? device->late[candidate] : SW_VERDICT_OK;
     if (round->verdicts[i]) {
       if (round->verdicts[i] == SW_VERDICT_TIMEOUT) device->clock_s += device->hang_s;
       while (++i < round->count) round->verdicts[i] = SW_VERDICT_UNTRIED;
       return SWATHE_OK;
     }
-    round->us[i] = run(device, candidate, round->stage, &round->noisy);
+    round->us[i] =
+        run(device, candidate, round->stage, &round->noisy) * (1 + device->tilt * i / round->count);
   }
   return SWATHE_OK;
 }

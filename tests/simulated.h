@@ -21,6 +21,7 @@ struct simulated {
   double *loaded_us;       // beside the exchange; NULL: the same
   enum sw_verdict *fault;  // what preparing it comes to; NULL: all are OK
   enum sw_verdict *late;   // what running it comes to; NULL: all are OK
+  int64_t late_launches;   // only from so many launches of the device on
   // what a run shows
   double noise;           // standard deviation of the logarithm
   double drift, drift_s;  // the speed swings by this share, with this period
@@ -29,6 +30,10 @@ struct simulated {
   double outliers;  // share of the runs that take 1.1 to 1.5 times as long
   double ramp_s;    // until then the clock rises from half its speed
   struct simulated_event events[SIMULATED_EVENTS];
+  // for spell_s of every spell_every_s others use the machine: runs get so much more noise
+  double spell_s, spell_every_s, spell_noise;
+  bool spell_seen;
+  double tilt;  // the last run of a round takes this share longer than the first
   // what it costs
   double prepare_s;  // of a candidate
   double hang_s;     // of one that hangs
@@ -37,7 +42,7 @@ struct simulated {
   double clock_s;
   uint64_t random;
   int64_t last;  // candidate that ran last
-  int64_t prepared, launches, notes, noisy_notes, leads;
+  int64_t prepared, launches, loaded_launches, notes, noisy_notes, leads;
   int64_t interrupt_after;  // prepared candidates, then SWATHE_INTERRUPTED; 0: never
   int32_t *times_prepared;  // [count]
   // what the search foretold when a tenth of its candidates, or of its budget, was used
