@@ -6,13 +6,13 @@
 --   tune      knobs { name, values, what it is }; values are whole numbers
 --   derive    sizes { name, function, what it is }; a size is declared before those that read it
 --   require   rules { reason, function }: could not run, never overridden
---   prefer    rules { reason, function }: could run, unlikely to win; only an exhaustive walk has them
+--   prefer    rules { reason, function }: could run, unlikely to win; kept for an exhaustive walk
 --   default   function that gives the rule-of-thumb value of every knob; valid for every problem
 --
--- In a rule or a size `c` has the fixed facts, the isa's name and numbers (targets.lua: c.isa, c.lanes,
--- c.registers, c.l1_bytes, c.l2_bytes), the knobs and the sizes; in `default` the facts and the isa
--- only.  They are evaluated as soon as every knob they read is bound: knobs that decide much come
--- first.  In templates facts, lanes, registers, knobs and sizes are constants, in upper case.
+-- In a rule or a size `c` has the fixed facts, the isa's name and numbers (targets.lua: c.isa,
+-- c.lanes, c.registers, c.l1_bytes, c.l2_bytes), the knobs and the sizes; in `default` the facts
+-- and the isa only.  They are evaluated as soon as every knob they read is bound: knobs that decide
+-- much come first.  In templates facts, lanes, registers, knobs and sizes are upper-case constants.
 
 return {
   cpu = {
@@ -29,7 +29,7 @@ return {
         { "rows_d",      { 4, 6, 8, 12, 16 },       "output dims that stay in registers" },
         { "block_k",     { 48, 64, 96, 128, 192, 256 }, "keys in a packed block" },
         { "ring_blocks", { 16, 64, 256 },           "most packed blocks a thread keeps" },
-        { "prefetch",    { 0, 8, 16 },              "cache lines of the next queries per rows_k keys" },
+        { "prefetch",    { 0, 8, 16 },  "cache lines of the next queries per rows_k keys" },
         { "stream",      { 0, 1 },                  "whether out is written past the cache" },
       },
       derive = {
@@ -98,7 +98,9 @@ return {
         for _, heads in ipairs { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
           local tokens = rows // heads
           local useful = heads * tokens / rows * window / (window + tokens - 1)
-          if c.gqa % heads == 0 and tokens > 0 and useful >= best then pack, best = heads, useful end
+          if c.gqa % heads == 0 and tokens > 0 and useful >= best then
+            pack, best = heads, useful
+          end
         end
         local lines = c.lanes == 16 and c.bf16_pairs >= c.bf16 and
                       c.head_dim_v % (16 + 16 * c.bf16) == 0
@@ -216,10 +218,10 @@ return {
             end
           end
         end
-        -- about 64 rows; more when each tile fetches the packed window from far beyond the L2
+        -- about 64 rows; far more when each tile fetches the packed window from beyond the L2
         local panels = 64 // (c.lanes * vectors)
         local fetched = 8 * window * (c.head_dim_qk + c.head_dim_v)
-        if fetched > 3 * c.l2_bytes then panels = 2 * panels end
+        if fetched > 3 * c.l2_bytes then panels = 4 * panels end
         panels = math.max(1, math.min(8, panels))
 
         local rows, rows_d = many and 8 or 6, many and 8 or 4
