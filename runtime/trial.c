@@ -17,9 +17,10 @@
 #include <time.h>
 #include <unistd.h>
 
-// One timing: a part of the share that takes about this long, or, if all of it takes less, as many
-// launches as fit.  Long enough to time, short enough for many rounds.
-static const double timing_us = 20000;
+// One timing takes about this long: launches are repeated until then.  A launch is made to take
+// about as long on a processor that does this many multiply-adds and adds a second with each of
+// its threads.  Long enough to time, short enough for many rounds.
+static const double timing_us = 20000, thread_flops_per_s = 1e11;
 enum { MOST_LAUNCHES = 32 };
 
 // A round is noisy when its process got less than this share of what it got in the best round.
@@ -55,7 +56,6 @@ struct answers {
 struct alone {
   struct swathe_transport transport;
   bool loaded;
-  double part;      // of the share that is computed
   char *elsewhere;  // PIECE bytes: stands for the wire
   struct sw_transport_message *messages;
   int32_t count, next;
@@ -71,8 +71,8 @@ struct sw_trial_bench {
   int64_t rank_spans[2], small_rows, small_tokens;
   struct answers answers;
   struct alone alone;
-  int64_t share_tokens;  // query tokens times key heads of the whole share
-  int64_t timed_tokens;  // of them, about how many a timing covers
+  struct swathe_problem timed;  // the problem with fewer tokens and key heads, to be timed on
+  double scale;                 // how much longer the whole share takes
   double default_us, trial_s;
   int64_t memory_bytes;
   pid_t racers;       // the process that times; 0: none
@@ -95,7 +95,6 @@ static enum swathe_status alone_post(struct swathe_transport *transport,
       realloc(alone->messages, (size_t)count * sizeof *alone->messages);
   if (!kept) return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId32 " messages", count);
   memcpy(kept, messages, (size_t)count * sizeof *kept);
-  for (int32_t i = 0; i < count; i++) kept[i].bytes = (size_t)((double)kept[i].bytes * alone->part);
   alone->messages = kept;
   alone->count = count;
   return SWATHE_OK;
@@ -417,7 +416,7 @@ static enum swathe_status make_layer(struct sw_trial_bench *bench, bool small, c
                                      struct swathe_layer **layer)
 {
   const char *configs[2] = { config, config };
-  const struct swathe_problem *p = small ? &bench->small.problem : &bench->problem;
+  const struct swathe_problem *p = small ? &bench->small.problem : &bench->timed;
   const struct swathe_sharding two_pieces = { .layout = SWATHE_SPANS,
                                               .ranks = 1,
                                               .batch = 1,
@@ -532,7 +531,7 @@ static enum swathe_status time_once(struct sw_trial_bench *bench, struct swathe_
   const double processor_us = 1e6 * (clock_s(CLOCK_THREAD_CPUTIME_ID) - begin);
   swathe_layer_timing(layer, &timing);
   const double took_us = bench->context->threads == 1 ? processor_us : timing.total_us;
-  *us = took_us * (double)bench->share_tokens / (double)sw_layer_computed(layer);
+  *us = took_us * bench->scale;
   return SWATHE_OK;
 }
 
@@ -558,39 +557,44 @@ static enum swathe_status time_long(struct sw_trial_bench *bench, struct swathe_
   return SWATHE_OK;
 }
 
-// Limits a layer's launches to about `tokens` of the share, in whole rounds of the threads, and
-// warms it.
-static enum swathe_status limit_layer(struct sw_trial_bench *bench, struct swathe_layer *layer,
-                                      int64_t tokens)
+// Tokens and key heads to time on: as few as give a launch its time and its threads enough to
+// do.  A few windows of tokens are wanted, so that what lies at the share's ends keeps about its
+// weight; fewer only if a single head would take too long.
+static void choose_timed(struct sw_trial_bench *bench)
 {
-  const int64_t threads = bench->context->threads;
-  double us;
-  sw_layer_limit(layer, threads);
-  enum swathe_status status = time_once(bench, layer, &us);
-  if (status || tokens <= 0) return status;
-  const int64_t computed = sw_layer_computed(layer);
-  const int64_t rounds = (tokens + computed / 2) / (computed > 0 ? computed : 1);
-  sw_layer_limit(layer, rounds > 1 ? rounds * threads : threads);
-  return time_once(bench, layer, &us);
+  enum { UNIT = 512, LEAST_TOKENS = 2048 };
+  const struct swathe_problem *p = &bench->problem;
+  const int64_t threads = bench->context->threads, all = p->tokens_per_rank * p->ranks;
+  const double keys =
+      1 + (double)smaller(p->window_left, all) + (double)smaller(p->window_right, all);
+  const double flops = 2 * keys * (p->head_dim_qk + p->head_dim_v) * p->q_heads / p->kv_heads *
+                       (bench->direction == SWATHE_BACKWARD ? 2.5 : 1);
+  const double wanted = 1e-6 * timing_us * thread_flops_per_s * (double)threads / flops;
+  const double windows = fmax(LEAST_TOKENS, 2 * keys);
+  int64_t tokens = smaller(p->tokens_per_rank, windows < 1e15 ? (int64_t)windows : INT64_MAX);
+  int64_t heads = smaller(p->kv_heads, (int64_t)(wanted / (double)tokens));
+
+  if (heads < 1) heads = 1;
+  if (wanted < (double)tokens) tokens = smaller(tokens, wanted > UNIT ? (int64_t)wanted : UNIT);
+  while (heads < p->kv_heads && heads * (tokens + UNIT - 1) / UNIT < 2 * threads) heads++;
+  if (heads * (tokens + UNIT - 1) / UNIT < 2 * threads)
+    tokens = smaller(p->tokens_per_rank, 2 * threads * UNIT / heads);
+  bench->timed = *p;
+  bench->timed.tokens_per_rank = tokens;
+  bench->timed.kv_heads = (int32_t)heads;
+  bench->timed.q_heads = p->q_heads / p->kv_heads * (int32_t)heads;
+  bench->scale = (double)p->tokens_per_rank * p->kv_heads / ((double)tokens * (double)heads);
 }
 
-// How much of the share to time: the default tells.
-static enum swathe_status choose_timing(struct sw_trial_bench *bench, const char *default_config)
+// What the default takes, for deadlines.
+static enum swathe_status time_default(struct sw_trial_bench *bench, const char *default_config)
 {
   struct swathe_layer *layer;
-  double us = 0;
   enum swathe_status status = make_layer(bench, false, default_config, &layer);
   if (status) return status;
-  status = limit_layer(bench, layer, 0);
-  for (int i = 0; i < 2 && !status; i++) status = time_once(bench, layer, &us);
+  for (int i = 0; i < 2 && !status; i++) status = time_once(bench, layer, &bench->default_us);
   swathe_layer_destroy(layer);
-  if (status) return status;
-  bench->default_us = us;
-  bench->timed_tokens = bench->share_tokens;
-  if (us > timing_us) bench->timed_tokens = (int64_t)((double)bench->share_tokens * timing_us / us);
-  if (bench->timed_tokens < 1) bench->timed_tokens = 1;
-  bench->alone.part = (double)bench->timed_tokens / (double)bench->share_tokens;
-  return SWATHE_OK;
+  return status;
 }
 
 // ---- Children ---------------------------------------------------------------------------------
@@ -742,11 +746,12 @@ static enum swathe_status find_layer(struct sw_trial_bench *bench, struct stable
       *layer = stable->layers[i];
       return SWATHE_OK;
     }
+  double warm_us;
   if (stable->count == SW_SEARCH_MOST_SLOTS)
     while (stable->count > 0) swathe_layer_destroy(stable->layers[--stable->count]);
   enum swathe_status status = make_layer(bench, false, config, layer);
   if (status) return status;
-  status = limit_layer(bench, *layer, bench->timed_tokens);
+  status = time_once(bench, *layer, &warm_us);
   if (status) {
     swathe_layer_destroy(*layer);
     return status;
@@ -888,12 +893,13 @@ static void place_small(struct sw_trial_bench *bench)
   bench->rank_spans[1] = 2;
 }
 
-// Runs the default forward kernel so that backward has outputs and lse to start from.
-static enum swathe_status run_forward(struct sw_trial_bench *bench, bool small)
+// Runs the default forward kernel on the small problem, so that backward has outputs and lse to
+// start from.  The share is timed without: its zeros give sums of the usual size in the usual time.
+static enum swathe_status run_forward(struct sw_trial_bench *bench)
 {
   struct sw_choice choice;
   struct swathe_layer *layer;
-  const struct swathe_tensors call = call_of(small ? &bench->small : &bench->share);
+  const struct swathe_tensors call = call_of(&bench->small);
   const struct sw_gen_request request = { .problem = &bench->problem,
                                           .kernel = "forward",
                                           .isa = bench->context->isa };
@@ -902,7 +908,7 @@ static enum swathe_status run_forward(struct sw_trial_bench *bench, bool small)
   pthread_mutex_unlock(&bench->context->mutex);
   if (status) return status;
   bench->direction = SWATHE_FORWARD;
-  status = make_layer(bench, small, choice.config, &layer);
+  status = make_layer(bench, true, choice.config, &layer);
   bench->direction = SWATHE_BACKWARD;
   if (status) return status;
   status = swathe_layer_forward(layer, &call, NULL);
@@ -914,14 +920,15 @@ static enum swathe_status prepare_inputs(struct sw_trial_bench *bench)
 {
   const struct swathe_problem small = small_problem(&bench->problem);
   place_small(bench);
+  choose_timed(bench);
   enum swathe_status status = make_tensors(&bench->small, &small, bench->small_rows);
-  // uneven layouts round a share up by at most the two chunks' remainders
+  // all heads, for the distance between rows; layouts may give up to the two chunks' remainders
+  // more
   if (!status)
-    status = make_tensors(&bench->share, &bench->problem, bench->problem.tokens_per_rank + 2);
+    status = make_tensors(&bench->share, &bench->problem, bench->timed.tokens_per_rank + 2);
   if (!status) status = prepare_answers(bench);
   if (status || bench->direction == SWATHE_FORWARD) return status;
-  status = run_forward(bench, true);
-  if (!status) status = run_forward(bench, false);
+  status = run_forward(bench);
   if (!status) start_backward(bench);
   return status;
 }
@@ -946,10 +953,9 @@ enum swathe_status sw_trial_prepare(struct swathe_context *context,
                                                       .rank = problem->ranks / 2,
                                                       .ranks = problem->ranks };
   bench->alone.elsewhere = calloc(1, PIECE);
-  bench->share_tokens = problem->tokens_per_rank * problem->kv_heads;
   if (!bench->alone.elsewhere) status = sw_fail(SWATHE_NO_MEMORY, "no memory to tune");
   if (!status) status = prepare_inputs(bench);
-  if (!status) status = choose_timing(bench, options->default_config);
+  if (!status) status = time_default(bench, options->default_config);
   if (status) {
     sw_trial_free(bench);
     return sw_within(status, "while preparing to tune %s", sw_context_kernel_name(direction));
@@ -976,7 +982,7 @@ void sw_trial_free(struct sw_trial_bench *bench)
 static double visible_pairs(const struct sw_trial_bench *bench, double *keys)
 {
   enum { SPANS = 4 };
-  const struct swathe_problem *p = &bench->problem;
+  const struct swathe_problem *p = &bench->timed;
   const struct swathe_sharding share = { .layout = p->layout == SWATHE_SPANS ? SWATHE_CONTIGUOUS
                                                                              : p->layout,
                                          .ranks = p->ranks,
@@ -1002,7 +1008,7 @@ static double visible_pairs(const struct sw_trial_bench *bench, double *keys)
 
 void sw_trial_work(const struct sw_trial_bench *bench, double *flops, double *bytes)
 {
-  const struct swathe_problem *p = &bench->problem;
+  const struct swathe_problem *p = &bench->timed;
   const double qk = p->head_dim_qk, v = p->head_dim_v, tokens = (double)p->tokens_per_rank;
   const double elem = (double)sw_problem_elem_bytes(p);
   double keys;
@@ -1011,5 +1017,7 @@ void sw_trial_work(const struct sw_trial_bench *bench, double *flops, double *by
   // forward: scores and output; backward: scores, dP, dV, dQ and dK
   *flops = 2 * pairs * (bench->direction == SWATHE_FORWARD ? qk + v : 3 * qk + 2 * v);
   *bytes = elem * (tokens * p->q_heads * (qk + v) + keys * p->kv_heads * (qk + v));
+  *flops *= bench->scale;
+  *bytes *= bench->scale;
   if (bench->direction == SWATHE_BACKWARD) *bytes *= 2;  // q, out, dout, dq; k, v, dk, dv
 }

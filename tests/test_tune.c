@@ -157,7 +157,7 @@ static void spoilt_candidates_never_win(void **state)
 {
   const struct swathe_problem problem = small_problem();
   const struct swathe_tune_options options = {
-    .budget_s = 300, .trial_s = 3, .memory_bytes = 512 << 20, .forward = true
+    .budget_s = 300, .trial_s = 2, .memory_bytes = 512 << 20, .forward = true
   };
   struct swathe_context *context = open_context("verdicts.db");
   struct verdicts verdicts = { .samples = 0 };
@@ -220,7 +220,7 @@ static void a_stopped_search_resumes(void **state)
   struct swathe_context *context = open_context("resume.db");
   struct stopper stopper = { .after = 3 };
   struct swathe_tune_options options = { .budget_s = 300,
-                                         .trial_s = 3,
+                                         .trial_s = 2,
                                          .memory_bytes = 512 << 20,
                                          .forward = true,
                                          .progress = stop_after,
@@ -254,7 +254,7 @@ static void a_budget_is_kept(void **state)
   const struct swathe_problem problem = small_problem();
   struct swathe_context *context = open_context("budget.db");
   const struct swathe_tune_options options = {
-    .budget_s = 1, .trial_s = 3, .memory_bytes = 512 << 20, .forward = true
+    .budget_s = 1, .trial_s = 2, .memory_bytes = 512 << 20, .forward = true
   };
   struct swathe_tuned tuned[2];
   (void)state;
@@ -281,7 +281,7 @@ static void a_finished_pick_outlives_a_stopped_search(void **state)
   struct swathe_tune_options options = { .budget_s = 300,
                                          .forward = true,
                                          .again = true,
-                                         .trial_s = 3,
+                                         .trial_s = 2,
                                          .progress = stop_at_once,
                                          .arg = &stopper,
                                          .stop = &stopper.stop };
