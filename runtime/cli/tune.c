@@ -196,7 +196,7 @@ static enum cli_exit tune(const struct cli_args *args, const struct cli_given *g
 static enum cli_exit run(const struct cli_args *args)
 {
   struct cli_given given = { 0 };
-  enum cli_exit code = cli_given_read(args, false, NULL, &given);
+  enum cli_exit code = cli_given_read(args, true, NULL, &given);
   if (!code) code = tune(args, &given);
   cli_given_close(&given);
   return code;
