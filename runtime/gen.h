@@ -1,9 +1,10 @@
 // gen.h: the generator as C sees it.  Only gen.c includes lua.h.
 //
-// A sw_gen holds one Lua state and is used by one thread at a time.  A kernel is named as its template
-// and space are: "forward", "backward".  An isa is a row of targets.lua: "avx512", "avx2", "neon", "generic".
-// A config is text, "name=value,...", in the order its space declares; everything that enters from
-// outside is validated by the same predicate that enumeration uses.
+// A sw_gen holds one Lua state and is used by one thread at a time.  A kernel is named as its
+// template and space are: "forward", "backward".  An isa is a row of targets.lua: "avx512bf16",
+// "avx512", "avx2", "neon", "generic".  A config is text, "name=value,...", in the order its space
+// declares; everything that enters from outside is validated by the same predicate that enumeration
+// uses.
 #ifndef SW_GEN_H
 #define SW_GEN_H
 
@@ -30,11 +31,12 @@ struct sw_gen_request {
 };
 
 // The rule-of-thumb config; exists for every valid problem.  `config` has SW_CONFIG_TEXT bytes.
-enum swathe_status sw_gen_default(struct sw_gen *gen, const struct sw_gen_request *request, char *config);
+enum swathe_status sw_gen_default(struct sw_gen *gen, const struct sw_gen_request *request,
+                                  char *config);
 
 // Validates `text` and writes its canonical form.  SWATHE_BAD_CONFIG and the reason otherwise.
-enum swathe_status sw_gen_check(struct sw_gen *gen, const struct sw_gen_request *request, const char *text,
-                                char *config);
+enum swathe_status sw_gen_check(struct sw_gen *gen, const struct sw_gen_request *request,
+                                const char *text, char *config);
 
 // Lazy walk over the space; `exhaustive` includes what `prefer` rules turn away.
 struct sw_gen_walk;
@@ -51,17 +53,17 @@ struct sw_gen_source {
   char *flags;      // compiler flags, separated by single spaces
   char *origins;    // "file:line" of the template per emitted line, newline-separated
 };
-enum swathe_status sw_gen_emit(struct sw_gen *gen, const struct sw_gen_request *request, const char *config,
-                               struct sw_gen_source *source);
+enum swathe_status sw_gen_emit(struct sw_gen *gen, const struct sw_gen_request *request,
+                               const char *config, struct sw_gen_source *source);
 void sw_gen_source_free(struct sw_gen_source *source);
 
-// Rewrites "…:LINE:COL:" of a compiler log, where LINE is a line of the emitted text, into the template's
-// own file:line.  Returns a new text (free with free), or NULL without memory.
+// Rewrites "…:LINE:COL:" of a compiler log, where LINE is a line of the emitted text, into the
+// template's own file:line.  Returns a new text (free with free), or NULL without memory.
 char *sw_gen_map_log(const struct sw_gen_source *source, const char *log);
 
-// Runs the predicate's visit over the isas of a target, in order of preference ("best first").
+// Visits the isas of a target, the best first.
 typedef void sw_gen_isa_visit(void *arg, const char *isa, const char *flags);
-enum swathe_status sw_gen_isas(struct sw_gen *gen, enum swathe_target target, sw_gen_isa_visit *visit,
-                               void *arg);
+enum swathe_status sw_gen_isas(struct sw_gen *gen, enum swathe_target target,
+                               sw_gen_isa_visit *visit, void *arg);
 
 #endif

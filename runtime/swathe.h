@@ -1,18 +1,20 @@
 // swathe.h: the one public header; its comments are the manual.
 //
-// swathe makes the sliding-window attention (SWA) layers of a long-context model cheap under context
-// parallelism (CP).  Each rank keeps its share of the sequence; only the halo travels: the keys and
-// values just outside a share that the window can see.  In backward, their gradients travel home.
+// swathe makes the sliding-window attention (SWA) layers of a long-context model cheap under
+// context parallelism (CP).  Each rank keeps its share of the sequence; only the halo travels: the
+// keys and values just outside a share that the window can see.  Backward, their gradients go home.
 //
 //   swathe_open -> swathe_layer_create -> swathe_layer_shard -> swathe_layer_forward / _backward
 //
 // Rules that hold for every call:
-//   - A call that can fail returns an enum swathe_status; outputs are set only when it is SWATHE_OK.
-//     swathe_error() then gives the words, for the calling thread, until its next failing call.
+//   - A call that can fail returns an enum swathe_status; outputs are set only when it is
+//     SWATHE_OK.  swathe_error() then gives the words, for the calling thread, until its next call.
 //   - Windows are in tokens beside the query's own: query i sees key j of the same document when
 //     i - window_left <= j <= i + window_right.
 //   - Strides are in elements and 64-bit; the head dim is always contiguous.
 //   - A pointer given to a call is borrowed until it returns unless its comment says otherwise.
+//   - What a visitor gets is borrowed until it returns.  It must not call anything of the context
+//     that calls it.
 #ifndef SWATHE_H
 #define SWATHE_H
 
@@ -72,7 +74,7 @@ SWATHE_API const char *swathe_error(void);
 // ---- Problem -----------------------------------------------------------------------------------
 
 enum swathe_dtype { SWATHE_F32, SWATHE_BF16 };
-enum swathe_target { SWATHE_CPU, SWATHE_CUDA };
+enum swathe_target { SWATHE_CPU, SWATHE_CUDA };  // this version makes no kernels for CUDA
 enum swathe_direction { SWATHE_FORWARD, SWATHE_BACKWARD };
 
 // Who holds what.  Of n chunks over T tokens, chunk c is [floor(c*T/n), floor((c+1)*T/n)).
@@ -99,7 +101,8 @@ struct swathe_problem {
   int64_t tokens_per_rank;           // typical share, batch included; >= 1
 };
 
-// Fills the problem with: 1 head, head dim 64, causal unlimited window, f32, cpu, contiguous, 1 rank.
+// Fills the problem with: 1 head, head dim 64, causal unlimited window, f32, cpu, contiguous,
+// 1 rank of 4096 tokens.
 SWATHE_API void swathe_problem_init(struct swathe_problem *problem);
 
 // SWATHE_BAD_PROBLEM and words if no target could serve it.
@@ -107,12 +110,14 @@ SWATHE_API enum swathe_status swathe_problem_check(const struct swathe_problem *
 
 // "q_heads=64,kv_heads=8,...": every field, in one fixed order; the canonical key of a problem.
 // Returns the length it needs without the final zero; writes at most `size` bytes.
-SWATHE_API size_t swathe_problem_format(const struct swathe_problem *problem, char *text, size_t size);
+SWATHE_API size_t swathe_problem_format(const struct swathe_problem *problem, char *text,
+                                        size_t size);
 
-// Reads "name=value,...", any subset in any order, over what `problem` already holds, then checks it.
-SWATHE_API enum swathe_status swathe_problem_parse(const char *text, struct swathe_problem *problem);
+// Reads "name=value,...", any subset in any order, over what `problem` holds, then checks it.
+SWATHE_API enum swathe_status swathe_problem_parse(const char *text,
+                                                   struct swathe_problem *problem);
 
-// Names used in problems, on the command line and in reports; parse is the inverse, NOT_FOUND if unknown.
+// Names used in problems, on the command line and in reports.  Parse is the inverse.
 SWATHE_API const char *swathe_dtype_name(enum swathe_dtype dtype);
 SWATHE_API const char *swathe_layout_name(enum swathe_layout layout);
 SWATHE_API const char *swathe_target_name(enum swathe_target target);
@@ -138,23 +143,27 @@ struct swathe_sharding {
   int32_t batch;                       // rows of the batch share one sharding; >= 1
   int64_t tokens;                      // of the packed row, padding included
   int64_t documents;                   // 0: the whole row is one document
-  const int64_t *document_starts;      // [documents + 1] cumulative tokens, as cu_seqlens; the rest is padding
-  const int64_t *document_starts_padded;  // [documents + 1] or NULL; where documents begin in the packed
-                                          // row when there is padding between them, as cu_seqlens_padded
-  const struct swathe_span *spans;     // SWATHE_SPANS: rank by rank, ascending rows within a rank
-  const int64_t *rank_spans;           // SWATHE_SPANS: [ranks + 1], rank r's are [rank_spans[r], rank_spans[r+1])
-  const int64_t *rank_rows;            // SWATHE_SPANS: [ranks] rows of each rank's tensors, or NULL: up to its last span
+  // [documents + 1] cumulative tokens, as cu_seqlens; the rest of the row is padding
+  const int64_t *document_starts;
+  // [documents + 1] or NULL: where documents begin in the packed row when there is padding between
+  // them, as cu_seqlens_padded
+  const int64_t *document_starts_padded;
+  // the rest for SWATHE_SPANS only
+  const struct swathe_span *spans;     // rank by rank, ascending rows within a rank
+  const int64_t *rank_spans;           // [ranks + 1]: rank r's are [rank_spans[r], rank_spans[r+1])
+  const int64_t *rank_rows;            // [ranks] rows of its tensors, or NULL: up to its last span
 };
 
-// Rows of the rank's tensors, and its spans; at most `capacity` are written, `count` says how many there are.
-SWATHE_API enum swathe_status swathe_sharding_rows(const struct swathe_sharding *sharding, int32_t rank,
-                                                   int64_t *rows);
-SWATHE_API enum swathe_status swathe_sharding_spans(const struct swathe_sharding *sharding, int32_t rank,
-                                                    struct swathe_span *spans, int64_t capacity,
-                                                    int64_t *count);
+// Rows of the rank's tensors.
+SWATHE_API enum swathe_status swathe_sharding_rows(const struct swathe_sharding *sharding,
+                                                   int32_t rank, int64_t *rows);
+// The rank's spans; at most `capacity` are written, `count` says how many there are.
+SWATHE_API enum swathe_status swathe_sharding_spans(const struct swathe_sharding *sharding,
+                                                    int32_t rank, struct swathe_span *spans,
+                                                    int64_t capacity, int64_t *count);
 
-// One message of the forward halo exchange: `tokens` keys of `document` from `position` on, in order.
-// Backward sends the gradients of the same tokens the other way.
+// One message of the forward halo exchange: `tokens` keys of `document` from `position` on, in
+// order.  Backward sends the gradients of the same tokens the other way.
 struct swathe_message {
   int32_t from, to;
   int64_t document, position, tokens;
@@ -168,16 +177,18 @@ struct swathe_traffic {
   int64_t send_tokens;
   int32_t peers, hops;                 // ranks it hears from; largest hop count
   int64_t own_tokens;                  // halo tokens of one of its spans that the rank itself holds
-  int64_t receive_bytes, send_bytes;   // halo_tokens * kv_heads * (head_dim_qk + head_dim_v) * sizeof(dtype)
+  int64_t receive_bytes, send_bytes;   // tokens * kv_heads * (head_dim_qk + head_dim_v) * dtype
   int64_t all_gather_bytes;            // received if whole K and V were gathered
-  int64_t ring_bytes;                  // received if whole blocks went round a ring, bounded by the window's hops
-  int64_t ring_all_bytes;              // the same, unbounded
-  int64_t a2a_bytes;                   // received by all-to-all over heads (q, k, v in, out back); -1: heads do not divide
+  int64_t ring_bytes;                  // received if the whole shares the window reaches came round
+  int64_t ring_all_bytes;              // received if all shares came round a ring
+  int64_t a2a_bytes;                   // received by all-to-all over heads (q, k, v in, out back);
+                                       // -1: the ranks do not divide the heads
 };
 
 typedef void swathe_message_visit(void *arg, const struct swathe_message *message);
 
-// Who sends what to whom, without any communication.  `visit` may be NULL; `traffic` is [ranks] or NULL.
+// Who sends what to whom, without any communication.  `visit` may be NULL, `traffic` is [ranks] or
+// NULL.
 SWATHE_API enum swathe_status swathe_plan(const struct swathe_problem *problem,
                                           const struct swathe_sharding *sharding,
                                           swathe_message_visit *visit, void *arg,
@@ -189,8 +200,9 @@ SWATHE_API enum swathe_status swathe_plan(const struct swathe_problem *problem,
 // thread at a time.
 struct swathe_transport;
 
-// `threads`: the ranks are threads of one process.  The group makes one transport per rank; destroy it
-// after every layer that uses it.  Waits longer than `deadline_s` (0: 60 s) end in SWATHE_TIMEOUT.
+// `threads`: the ranks are threads of one process.  The group makes one transport per rank; destroy
+// it after every layer that uses it.  Waits longer than `deadline_s` (0: 60 s) end in
+// SWATHE_TIMEOUT.
 struct swathe_threads;
 SWATHE_API enum swathe_status swathe_threads_create(int32_t ranks, double deadline_s,
                                                     struct swathe_threads **group);
@@ -207,20 +219,25 @@ enum swathe_mode {
 };
 
 struct swathe_options {
-  const char *database;      // tuning database; NULL: $SWATHE_DB, else tuning.db in the cache directory
-  const char *cache;         // directory of compiled kernels; NULL: $SWATHE_CACHE_DIR, $XDG_CACHE_HOME/swathe,
-                             // $HOME/.cache/swathe, a private directory in the temporary directory, else memory only
+  const char *database;      // tuning database; NULL: $SWATHE_DB, else tuning.db in the cache
+                             // directory
+  const char *cache;         // directory of compiled kernels; NULL: $SWATHE_CACHE_DIR,
+                             // $XDG_CACHE_HOME/swathe, $HOME/.cache/swathe, a private directory in
+                             // the temporary one, else memory only
   enum swathe_mode mode;
   int32_t threads;           // compute threads per layer; 0: all processors
-  const char *isa;           // "avx512", "avx2", ...; NULL: $SWATHE_ISA, else the best this machine has
+  const char *isa;           // "avx512bf16", "avx512", "avx2", "neon", "generic";
+                             // NULL: $SWATHE_ISA, else the best this machine has
   const char *compiler;      // NULL: $SWATHE_CC, $CC, else cc
-  const char *generator;     // directory of generator/ and templates/; NULL: $SWATHE_GENERATOR_DIR, else the built-in
+  const char *generator;     // directory of generator/ and templates/;
+                             // NULL: $SWATHE_GENERATOR_DIR, else the built-in texts
 };
 
 struct swathe_context;
 
-// Opens the generator, the kernel cache and the database.  Neither a missing database nor a cache that
-// cannot be written is an error.  `options` may be NULL.  A context may be used by several threads.
+// Opens the generator, the kernel cache and the database.  Neither a missing database nor a cache
+// that cannot be written is an error.  `options` may be NULL.  A context may be used by several
+// threads.
 SWATHE_API enum swathe_status swathe_open(const struct swathe_options *options,
                                           struct swathe_context **context);
 // After every layer made from it.
@@ -240,41 +257,49 @@ struct swathe_tensor {
   int64_t token_stride, head_stride, batch_stride;
 };
 
-// Forward reads q, k, v and sink, writes out and lse.  Backward reads those six and dout, writes dq, dk,
-// dv and dsink.  dsink is this rank's partial sum; sum it over the ranks.  Rows that no span covers are
-// not read and are written as 0 (lse: -inf).
+// Forward reads q, k, v and sink, writes out and lse.  Backward reads those six and dout, writes
+// dq, dk, dv and dsink.  dsink is this rank's partial sum; sum it over the ranks.  Rows that no
+// span covers are not read and are written as 0 (lse: -inf).
 struct swathe_tensors {
   struct swathe_tensor q, k, v, out, lse;
   const float *sink;  // [q_heads], natural-log units; only for problems with sinks
-  float *max_logits;  // [q_heads] or NULL: forward's largest score (after scale and softcap, without the
-                      // sink) of this rank's rows, as qk-clip reads; take the largest over the ranks
+  float *max_logits;  // [q_heads] or NULL: forward's largest score (after scale and softcap,
+                      // without the sink) of this rank's rows, as qk-clip reads; take the largest
+                      // over the ranks
   struct swathe_tensor dout, dq, dk, dv;
   float *dsink;       // [q_heads]
-  void *halo;         // swathe_layer_halo_bytes() of the caller's: forward leaves the halo's keys and values
-                      // there and backward reads them.  NULL: backward fetches them again.
+  void *halo;         // swathe_layer_halo_bytes() of the caller's: forward leaves the halo's keys
+                      // and values there and backward reads them; NULL: backward fetches them anew
 };
 
+// Used by one thread at a time.
 struct swathe_layer;
 
-// Chooses configs (database, else default), loads or compiles the kernels, and agrees with the other
-// ranks: rank 0 decides.  Every rank of the transport calls it.  `transport` is borrowed until destroy.
+// Chooses configs (database, else default), agrees with the other ranks (rank 0 decides; a rank
+// whose isa cannot run that config keeps its own), and loads or compiles the kernels.  Every rank
+// of the transport calls it.  `transport` is borrowed until destroy; NULL: alone.
+// SWATHE_UNSUPPORTED: no kernels for that target.  SWATHE_DISAGREE: the ranks' versions or problems
+// differ.
 SWATHE_API enum swathe_status swathe_layer_create(struct swathe_context *context,
                                                   const struct swathe_problem *problem,
                                                   struct swathe_transport *transport,
                                                   struct swathe_layer **layer);
-// From now on the layer works in another group, as dynamic context parallelism asks; NULL: alone.  No
-// communication: every rank of the new group has a layer of the same problem, made in any group with the
-// same database.  The layer has no sharding until the next swathe_layer_shard.
-SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *transport);
-// This micro-batch's documents and spans.  No communication; nothing is allocated once it has seen the
-// largest.  `sharding` is not kept.
+// From now on the layer works in another group, as dynamic context parallelism asks; NULL: alone.
+// No communication: every rank of the new group has a layer of the same problem, made in any group
+// with the same database.  The layer has no sharding until the next swathe_layer_shard.
+SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer,
+                                     struct swathe_transport *transport);
+// This micro-batch's documents and spans.  No communication; nothing is allocated once it has seen
+// the largest.  `sharding` is not kept.
 SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
                                                  const struct swathe_sharding *sharding);
-// `stream`: the CUDA stream to run on; NULL on the CPU, where the call returns when the work is done.
+// `stream` must be NULL on the CPU, where the calls return when the work is done.
 SWATHE_API enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
-                                                   const struct swathe_tensors *tensors, void *stream);
+                                                   const struct swathe_tensors *tensors,
+                                                   void *stream);
 SWATHE_API enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
-                                                    const struct swathe_tensors *tensors, void *stream);
+                                                    const struct swathe_tensors *tensors,
+                                                    void *stream);
 
 // Bytes of swathe_tensors.halo under the current sharding; 0 if this rank needs no halo.
 SWATHE_API size_t swathe_layer_halo_bytes(const struct swathe_layer *layer);
@@ -287,7 +312,7 @@ struct swathe_timing {
 };
 SWATHE_API void swathe_layer_timing(const struct swathe_layer *layer, struct swathe_timing *timing);
 
-// Which config, from where and why; bytes; hops.  A few lines.  Returns the length as snprintf does.
+// Which configs, from where and why; the halo's bytes and hops.  Returns the length as snprintf.
 SWATHE_API size_t swathe_layer_explain(const struct swathe_layer *layer, char *text, size_t size);
 SWATHE_API void swathe_layer_destroy(struct swathe_layer *layer);
 
@@ -299,16 +324,16 @@ struct swathe_model {
   struct swathe_problem problem;              // ranks 1, contiguous; direct use after setting those
 };
 typedef void swathe_model_visit(void *arg, const struct swathe_model *model);
-SWATHE_API enum swathe_status swathe_models(struct swathe_context *context, swathe_model_visit *visit,
-                                            void *arg);
+SWATHE_API enum swathe_status swathe_models(struct swathe_context *context,
+                                            swathe_model_visit *visit, void *arg);
 // The problem of one preset.  SWATHE_NOT_FOUND names near ones.
 SWATHE_API enum swathe_status swathe_model_problem(struct swathe_context *context, const char *name,
                                                    struct swathe_problem *problem);
 
 // ---- Kernels -----------------------------------------------------------------------------------
 
-// The source text of one kernel; free with swathe_free.  config NULL: what a layer would use.
-// isa NULL: the context's.
+// The source text of one kernel; free with swathe_free.  isa NULL: the context's.  config NULL:
+// what a layer would use, or for another isa than the context's the default.
 SWATHE_API enum swathe_status swathe_emit(struct swathe_context *context,
                                           const struct swathe_problem *problem,
                                           enum swathe_direction direction, const char *isa,
@@ -326,30 +351,33 @@ SWATHE_API enum swathe_status swathe_compile(struct swathe_context *context,
                                              enum swathe_direction direction, const char *isa,
                                              const char *config, struct swathe_compiled *compiled);
 
-// Walks the configs of a kernel's space in their fixed order; return false to stop.  `refused` (or NULL)
-// is called at the end for each rule: how many points it turned away and why.
+// Walks the configs of a kernel's space in their fixed order; return false to stop.  `refused` (or
+// NULL) is called at the end for each rule that turned points away: how many.  `exhaustive`: also
+// what `prefer` rules think unlikely to win.
 typedef bool swathe_config_visit(void *arg, const char *config);
 typedef void swathe_refused_visit(void *arg, const char *rule, int64_t points);
 SWATHE_API enum swathe_status swathe_configs(struct swathe_context *context,
                                              const struct swathe_problem *problem,
                                              enum swathe_direction direction, bool exhaustive,
-                                             swathe_config_visit *visit, swathe_refused_visit *refused,
-                                             void *arg);
+                                             swathe_config_visit *visit,
+                                             swathe_refused_visit *refused, void *arg);
 
 // How many kernels this context compiled, and how many it loaded from the cache.
-SWATHE_API void swathe_kernel_counts(struct swathe_context *context, int64_t *compiled, int64_t *loaded);
+SWATHE_API void swathe_kernel_counts(struct swathe_context *context, int64_t *compiled,
+                                     int64_t *loaded);
 
 // ---- Tuning ------------------------------------------------------------------------------------
 
 struct swathe_progress {
   enum swathe_direction direction;
-  // all of this direction: with both, forward may use half of the call's budget and backward the rest
+  // all of this direction: with both, forward may use half of the call's budget, backward the rest
   int64_t tried, total;         // candidates; total is an upper bound
   int64_t refused;              // points of the space that its rules turned away
   double elapsed_s, budget_s;
   double left_s;                // until its end, as far as can be told
   double default_us, best_us;   // median time of the rank's share; 0 until known
-  double limit_share;           // of the machine's multiply-add or memory peak that the best reaches; 0: not known
+  double limit_share;           // of the machine's multiply-add or memory peak that the best
+                                // reaches; 0: not known
   const char *best, *trying;    // configs; borrowed during the call
 };
 
@@ -358,10 +386,13 @@ struct swathe_tune_options {
   bool forward, backward;       // which; both false means both
   bool exhaustive;              // also what `prefer` rules think unlikely to win
   bool again;                   // measure even what the database already has
-  double good_enough;           // ends when the best reaches this share of the machine's peak; 0: 0.95, < 0: never
+  double good_enough;           // ends when the best reaches this share of the machine's peak;
+                                // 0: 0.95, < 0: never
   double wait_s;                // for another process that tunes into the same database; 0: 60
-  int64_t memory_bytes;         // most that a candidate's workspaces may take; 0: half of the machine's
-  double trial_s;               // a candidate is killed after this, beside what the default takes; 0: 20
+  int64_t memory_bytes;         // most that a candidate's workspaces may take; 0: half of the
+                                // machine's
+  double trial_s;               // a candidate is killed after this, beside what the default takes;
+                                // 0: 20
   void (*progress)(void *arg, const struct swathe_progress *progress);  // or NULL
   void *arg;
   const volatile int *stop;     // or NULL; nonzero ends the tuning and keeps what is done
@@ -370,18 +401,19 @@ struct swathe_tune_options {
 struct swathe_tuned {
   char config[512];
   double default_us, best_us, ratio;  // ratio: best / default, median of paired runs
-  int64_t tried, rejected, failed;    // rejected: wrong result; failed: did not compile, crashed or hung
+  int64_t tried, rejected, failed;    // by this call; rejected: wrong result; failed: did not
+                                      // compile, crashed, hung or wanted too much memory
   double limit_share;                 // as in swathe_progress
-  bool reused;                        // the database had it; nothing was measured
-  bool noisy;                         // others used the machine; an earlier quiet pick was not replaced
+  bool reused;                        // the database had it: config and ratio; nothing was measured
+  bool noisy;                         // others used the machine; a quiet pick was not replaced
   bool good_enough;                   // it ended because the best is that near the machine's peak
 };
 
-// Measures one rank's share of the problem on this machine and stores samples and picks.  The default
-// config always takes part; each candidate must match the reference before it may win.  Resumes where an
-// interrupted call stopped.  A finished pick is replaced only by one that beats it by more than the noise.
-// `tuned` is [2], by direction.  SWATHE_INTERRUPTED: stopped, but kept.  SWATHE_TIMEOUT: another process
-// tunes into the same database.
+// Measures one rank's share of the problem on this machine and stores samples and picks.  The
+// default config always takes part; each candidate must match the reference before it may win.
+// Resumes where an interrupted call stopped.  A finished pick is replaced only by one that beats it
+// by more than the noise.  `tuned` is [2], by direction.  SWATHE_INTERRUPTED: stopped, but kept.
+// SWATHE_TIMEOUT: another process tunes into the same database.
 SWATHE_API enum swathe_status swathe_tune(struct swathe_context *context,
                                           const struct swathe_problem *problem,
                                           const struct swathe_tune_options *options,
@@ -390,16 +422,16 @@ SWATHE_API enum swathe_status swathe_tune(struct swathe_context *context,
 // ---- Tuning database ---------------------------------------------------------------------------
 
 struct swathe_pick {
-  const char *problem, *kernel, *environment, *config;  // canonical texts; kernel is the direction's name
+  const char *problem, *kernel, *environment, *config;  // canonical; kernel: the direction's name
   double best_us, default_us, ratio;
   int64_t samples;
   const char *when;                                     // UTC, ISO 8601
-  const char *generator;                                // digest of the texts its kernel was made from
+  const char *generator;                                // digest of the texts it was made from
 };
 typedef void swathe_pick_visit(void *arg, const struct swathe_pick *pick);
 // Every pick, in a fixed order.
-SWATHE_API enum swathe_status swathe_db_list(struct swathe_context *context, swathe_pick_visit *visit,
-                                             void *arg);
+SWATHE_API enum swathe_status swathe_db_list(struct swathe_context *context,
+                                             swathe_pick_visit *visit, void *arg);
 
 struct swathe_sample {
   const char *problem, *kernel, *environment, *config;
@@ -417,12 +449,12 @@ typedef void swathe_sample_visit(void *arg, const struct swathe_sample *sample);
 SWATHE_API enum swathe_status swathe_db_show(struct swathe_context *context,
                                              const struct swathe_problem *problem,
                                              swathe_sample_visit *visit, void *arg);
-// Every sample of every problem: by problem, forward first, by environment and generator, and then in the
-// order they were measured.
+// Every sample of every problem: by problem, forward first, by environment and generator, and then
+// in the order they were measured.
 SWATHE_API enum swathe_status swathe_db_samples(struct swathe_context *context,
                                                 swathe_sample_visit *visit, void *arg);
 
-// What a layer of this problem would use: config, and in one line which rung of the ladder gave it and why.
+// What a layer of this problem would use: config, and in one line where it is from and why.
 SWATHE_API enum swathe_status swathe_db_best(struct swathe_context *context,
                                              const struct swathe_problem *problem,
                                              enum swathe_direction direction, char *config,
@@ -450,8 +482,8 @@ SWATHE_API void swathe_reference_dq(const struct swathe_problem *problem,
                                     const struct swathe_sequence *sequence, const double *lse,
                                     const double *delta, int64_t batch, int64_t token, double *dq,
                                     double *dsink);
-// dk [kv_heads][head_dim_qk] and dv [kv_heads][head_dim_v] of the key at (batch row, token); lse and delta
-// must hold for every query that sees it.
+// dk [kv_heads][head_dim_qk] and dv [kv_heads][head_dim_v] of the key at (batch row, token); lse
+// and delta must hold for every query that sees it.
 SWATHE_API void swathe_reference_dkv(const struct swathe_problem *problem,
                                      const struct swathe_sequence *sequence, const double *lse,
                                      const double *delta, int64_t batch, int64_t token, double *dk,
@@ -464,14 +496,14 @@ SWATHE_API void swathe_reference_seen_by(const struct swathe_problem *problem,
 // ---- Doctor ------------------------------------------------------------------------------------
 
 enum swathe_health { SWATHE_HEALTHY, SWATHE_ABSENT, SWATHE_BROKEN };
-// One line of `swathe doctor`: what was looked at, its state, what was found and what would mend it.
+// One line of `swathe doctor`: what was looked at, what was found and what would mend it.
 struct swathe_finding {
   const char *what, *found, *fix;  // fix: "" when there is nothing to mend
   enum swathe_health health;
 };
 typedef void swathe_finding_visit(void *arg, const struct swathe_finding *finding);
-SWATHE_API enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
-                                            void *arg);
+SWATHE_API enum swathe_status swathe_doctor(struct swathe_context *context,
+                                            swathe_finding_visit *visit, void *arg);
 
 #ifdef __cplusplus
 }

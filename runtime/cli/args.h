@@ -36,7 +36,8 @@
     "lengths of the packed documents in tokens; what --tokens leaves over is padding")             \
   X(BATCH, "batch", "B", SEQUENCE, "rows of the batch; default 1")                                 \
   X(ISA, "isa", "NAME", CONTEXT,                                                                   \
-    "instruction set of CPU kernels: avx512, avx2, neon, generic; default the best here")          \
+    "instruction set of CPU kernels: avx512bf16, avx512, avx2, neon, generic; default the best "   \
+    "here")                                                                                        \
   X(DATABASE, "database", "FILE", CONTEXT,                                                         \
     "tuning database; default $SWATHE_DB, else tuning.db in the cache directory")                  \
   X(CACHE, "cache", "DIR", CONTEXT,                                                                \
@@ -46,7 +47,7 @@
     "compute threads of each rank; default all processors, shared by the ranks of a run")          \
   X(CONFIG, "config", "TEXT", VERB,                                                                \
     "a point of the kernel's space, NAME=VALUE,...; default what a layer would use")               \
-  X(OUTPUT, "output", "FILE", VERB, "write to FILE instead of stdout")                  \
+  X(OUTPUT, "output", "FILE", VERB, "write to FILE instead of stdout")                             \
   X(MESSAGES, "messages", NULL, VERB, "also list every message of the exchange")                   \
   X(Q, "q", "FILE", VERB,                                                                          \
     "queries: float32 .npy, [tokens, heads, dim] or [batch, tokens, heads, dim]; heads and "       \
