@@ -1,6 +1,6 @@
-// choose.c: which config a layer uses.  The ladder: the exact pick of the database, a near one (bounded,
-// same number of hops), the default.  Every row is validated by the generator before it counts, and what
-// was passed over is said.
+// choose.c: which config a layer uses.  The ladder: the exact pick of the database, a near one
+// (bounded, same number of hops), the default.  Every row is validated by the generator before it
+// counts, and what was passed over is said.
 #include "layer.h"
 
 #include <math.h>

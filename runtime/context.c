@@ -1,5 +1,5 @@
-// context.c: opens the specialists (generator, compiler cache, database), keeps the kernels that were loaded,
-// and answers the questions that need no ranks: presets, sources, config spaces, what is compiled.
+// context.c: opens the specialists (generator, compiler cache, database), keeps the kernels that
+// were loaded, and answers what needs no ranks: presets, sources, config spaces, what is compiled.
 #include "layer.h"
 
 #include <stdio.h>
@@ -16,7 +16,7 @@ const char *sw_context_kernel_name(enum swathe_direction direction)
   return direction == SWATHE_FORWARD ? "forward" : "backward";
 }
 
-// ---- Open and close ------------------------------------------------------------------------------
+// ---- Open and close -----------------------------------------------------------------------------
 
 static char *copy_text(const char *text) { return text ? strdup(text) : NULL; }
 
@@ -198,7 +198,7 @@ void sw_context_environment(const struct swathe_context *context,
   };
 }
 
-// ---- Sources -------------------------------------------------------------------------------------
+// ---- Sources ------------------------------------------------------------------------------------
 
 // What no target can serve yet is refused here, in words, never run without it.
 static enum swathe_status check_served(const struct swathe_problem *problem)
@@ -284,7 +284,7 @@ enum swathe_status swathe_emit(struct swathe_context *context, const struct swat
   return SWATHE_OK;
 }
 
-// ---- Kernels -------------------------------------------------------------------------------------
+// ---- Kernels ------------------------------------------------------------------------------------
 
 enum swathe_status swathe_compile(struct swathe_context *context,
                                   const struct swathe_problem *problem,
@@ -398,8 +398,8 @@ static void settle_kernel(struct swathe_context *context, struct sw_kernel *kern
   pthread_cond_broadcast(&context->loaded);
 }
 
-// The problem a kernel is made for: what is told at a launch, or guides tuning alone, is set to one value,
-// so that layers that differ in nothing else share the loaded kernel.
+// The problem a kernel is made for: what is told at a launch, or guides tuning alone, is set to one
+// value, so that layers that differ in nothing else share the loaded kernel.
 static struct swathe_problem kernel_problem(const struct swathe_problem *problem)
 {
   struct swathe_problem made_for = *problem;
@@ -453,7 +453,7 @@ void swathe_kernel_counts(struct swathe_context *context, int64_t *compiled, int
   pthread_mutex_unlock(&context->mutex);
 }
 
-// ---- Presets and spaces --------------------------------------------------------------------------
+// ---- Presets and spaces -------------------------------------------------------------------------
 
 enum swathe_status swathe_models(struct swathe_context *context, swathe_model_visit *visit,
                                  void *arg)
@@ -527,7 +527,7 @@ enum swathe_status swathe_configs(struct swathe_context *context,
   return status;
 }
 
-// ---- Database ------------------------------------------------------------------------------------
+// ---- Database -----------------------------------------------------------------------------------
 
 // The verbs that show the database need it; the words say what is wrong with it.
 static enum swathe_status need_database(struct swathe_context *context)

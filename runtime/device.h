@@ -1,7 +1,7 @@
 // device.h: memory and launches of one layer's device.
 //
-// The CPU device hands ranges of items to its threads; the calling thread is one of them and lets the
-// exchange progress between its ranges.
+// The CPU device hands ranges of items to its threads; the calling thread is one of them and lets
+// the exchange progress between its ranges.
 #ifndef SW_DEVICE_H
 #define SW_DEVICE_H
 
@@ -35,6 +35,7 @@ struct sw_device_launch {
   void *idle_arg;
 };
 // Runs to the end.  Items may run on any thread in any order.  One launch at a time per device.
-enum swathe_status sw_device_launch(struct sw_device *device, const struct sw_device_launch *launch);
+enum swathe_status sw_device_launch(struct sw_device *device,
+                                    const struct sw_device_launch *launch);
 
 #endif

@@ -1,5 +1,5 @@
-// error.h: the words of a failure.  The first function to know an error writes them, those above add
-// where.  They are kept per thread; swathe_error() returns them.
+// error.h: the words of a failure.  The first function to know an error writes them, those above
+// add where.  They are kept per thread; swathe_error() returns them.
 #ifndef SW_ERROR_H
 #define SW_ERROR_H
 
@@ -13,7 +13,7 @@ enum swathe_status sw_fail(enum swathe_status status, const char *format, ...)
 enum swathe_status sw_within(enum swathe_status status, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
 
-// For a value that is no failure of the caller: a warning to stderr, once per distinct text and process.
+// A warning to stderr, for what is no failure of the caller: once per distinct text and process.
 void sw_warn(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
 #endif

@@ -1,10 +1,11 @@
-// exchange.c: what travels between ranks: the halo's keys, and the sums of their gradients on the way home, and
-// how both lie in buffers.  A message holds, for its tokens, [batch][tokens][kv_heads][dim] of k, then of v.
+// exchange.c: what travels between ranks: the halo's keys, and the sums of their gradients on the
+// way home, and how both lie in buffers.  A message holds, for its tokens,
+// [batch][tokens][kv_heads][dim] of k, then of v.
 #include "layer.h"
 
 #include <string.h>
 
-// ---- Where things lie ------------------------------------------------------------------------------
+// ---- Where things lie ---------------------------------------------------------------------------
 
 static void *offset(void *data, int64_t elements, size_t elem_bytes)
 {
@@ -59,7 +60,7 @@ struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *bas
                             message->tokens, slot - message->slot);
 }
 
-// ---- Messages --------------------------------------------------------------------------------------
+// ---- Messages -----------------------------------------------------------------------------------
 
 // Called between ranges of items.  A failure is kept for the wait; the words are the thread's last.
 void sw_exchange_progress(void *arg)

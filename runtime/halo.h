@@ -1,7 +1,7 @@
 // halo.h: spans -> who sends what to whom.  Pure arithmetic; no communication, no tensors.
 //
 // A plan is made for one rank.  Its pieces, in order of the wire:
-//   - receives: keys this rank needs and others hold, one message per (peer), each a list of segments;
+//   - receives: keys this rank needs and others hold, one message per peer, each of segments;
 //   - sends: keys others need and this rank holds, likewise.  Both ends list the same segments of a
 //     message in the same order, so nothing but the keys travels.
 //   - for each of this rank's spans, its segments: where each visible key outside the span lives.
@@ -13,8 +13,8 @@
 // Consecutive keys of one document with one owner.
 struct sw_halo_segment {
   int64_t document, position, tokens;
-  int64_t row;        // of the first key: in this rank's tensors; -1 where another rank is the owner
-  int64_t slot;       // of the first key: token index in this rank's receive (or send) buffer; -1: own rows
+  int64_t row;        // of the first key, in this rank's tensors; -1: another rank is the owner
+  int64_t slot;       // of the first key: token of this rank's receive or send buffer; -1: own rows
   int32_t owner;      // rank that holds it
   int32_t reader;     // rank that needs it
   int32_t hops;       // shares between them along the document; 0 when the owner is the reader
@@ -34,11 +34,11 @@ struct sw_halo_plan {
   int64_t receive_message_count, send_message_count;
   int64_t receive_tokens, send_tokens, own_tokens;
   int32_t hops;                         // largest
-  const struct swathe_span *spans;      // this rank's, ascending row; adjacent ones merged, empty ones dropped
+  const struct swathe_span *spans;      // this rank's by row; adjacent merged, empty dropped
   const struct sw_halo_segment *receives, *sends;      // by message, in wire order
   const struct sw_halo_message *receive_messages, *send_messages;  // ascending peer
-  // needs: every visible key outside its span, span by span, ascending position; slot -1 = own rows.
-  // Span s has needs [need_begin[s], need_begin[s + 1]).
+  // needs: every visible key outside its span, span by span, ascending position; slot -1 = own
+  // rows.  Span s has needs [need_begin[s], need_begin[s + 1]).
   const struct sw_halo_segment *needs;
   const int64_t *need_begin;            // [span_count + 1]
   const struct sw_halo_gap *gaps;       // rows no span covers, ascending
@@ -53,7 +53,8 @@ void sw_halo_planner_destroy(struct sw_halo_planner *planner);
 
 // The rank's plan for this sharding; borrowed from the planner until its next call.
 // SWATHE_BAD_SHARDING: spans overlap, a document leaves its bounds, tokens are missing, ...
-enum swathe_status sw_halo_plan(struct sw_halo_planner *planner, const struct swathe_problem *problem,
+enum swathe_status sw_halo_plan(struct sw_halo_planner *planner,
+                                const struct swathe_problem *problem,
                                 const struct swathe_sharding *sharding, int32_t rank,
                                 const struct sw_halo_plan **plan);
 

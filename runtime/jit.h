@@ -1,9 +1,10 @@
 // jit.h: source -> cached binary -> loaded image.
 //
-// The cache is content-addressed: an entry's name is the SHA-256 of source + flags + compiler identity +
-// isa.  One file per entry with a header that holds the payload's digest; verified before every load;
-// published by rename from a temporary file in the same directory.  Any defect is a miss and the entry is
-// moved aside.  A cache that cannot be written is a warning, and the binary is used from memory.
+// The cache is content-addressed: an entry's name is the SHA-256 of source + flags + compiler
+// identity + isa.  One file per entry with a header that holds the payload's digest; verified
+// before every load; published by rename from a temporary file in the same directory.  Any defect
+// is a miss and the entry is moved aside.  A cache that cannot be written is a warning, and the
+// binary is used from memory.
 #ifndef SW_JIT_H
 #define SW_JIT_H
 
@@ -12,8 +13,8 @@
 struct sw_jit;
 struct sw_jit_image;
 
-// `directory` as swathe_options.cache says, `compiler` likewise.  Nothing is created before it is needed,
-// nothing is compiled; a machine without a compiler can still load what the cache holds.
+// `directory` as swathe_options.cache says, `compiler` likewise.  Nothing is created before it is
+// needed, nothing is compiled; a machine without a compiler can still load what the cache holds.
 enum swathe_status sw_jit_open(const char *directory, const char *compiler, struct sw_jit **jit);
 void sw_jit_close(struct sw_jit *jit);  // images stay valid
 
@@ -31,14 +32,16 @@ struct sw_jit_report {
   char key[65];        // hexadecimal digest, the entry's name
 };
 
-// Finds the binary in the cache or compiles it; loads it.  Calls for one key from several threads or
-// processes compile once where the file system can lock, and never wait longer than `deadline_s` for each
-// other.  SWATHE_COMPILE: *log (if not NULL) is the compiler's output, to be freed, else NULL.
-enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *request, double deadline_s,
-                               struct sw_jit_image **image, struct sw_jit_report *report, char **log);
-// The same without loading: for other isas and for warming a cache.
-enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request, double deadline_s,
+// Finds the binary in the cache or compiles it; loads it.  Calls for one key from several threads
+// or processes compile once where the file system can lock, and never wait longer than `deadline_s`
+// for each other.  `log` may be NULL; SWATHE_COMPILE leaves the compiler's output there, to be
+// freed, anything else NULL.
+enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *request,
+                               double deadline_s, struct sw_jit_image **image,
                                struct sw_jit_report *report, char **log);
+// The same without loading: for other isas and for warming a cache.
+enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request,
+                               double deadline_s, struct sw_jit_report *report, char **log);
 
 // Compilation in the background, for the tuner.  A job is one compiler process of low priority.
 struct sw_jit_job;
@@ -51,15 +54,19 @@ enum swathe_status sw_jit_job_finish(struct sw_jit_job *job, double deadline_s, 
 void sw_jit_job_kill(struct sw_jit_job *job);  // and frees it
 
 // The address of an exported symbol.  SWATHE_LOAD if there is none.
-enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name, void **address);
+enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name,
+                                 void **address);
 void sw_jit_unload(struct sw_jit_image *image);
 
 // The cache directory, "" if memory only.  Borrowed until close.  Asks no compiler.
 const char *sw_jit_directory(struct sw_jit *jit);
 
-// For doctor: the cache directory ("" if memory only), whether it can be written, the compiler's path ("" if
-// none) and its first line of --version.  Borrowed until close.
-struct sw_jit_state { const char *directory, *compiler, *compiler_version, *problem; bool writable; };
+// For doctor: the cache directory ("" if memory only), whether it can be written, the compiler's
+// path ("" if none) and its first line of --version.  Borrowed until close.
+struct sw_jit_state {
+  const char *directory, *compiler, *compiler_version, *problem;
+  bool writable;
+};
 void sw_jit_state(struct sw_jit *jit, struct sw_jit_state *state);
 
 #endif

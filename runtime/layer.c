@@ -32,15 +32,15 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer)
          (layer->problem.head_dim_qk + layer->problem.head_dim_v);
 }
 
-// ---- Create --------------------------------------------------------------------------------------
+// ---- Create -------------------------------------------------------------------------------------
 
 // What every rank tells every other before the first message.
 struct agreement {
   char version[32], problem[SW_PROBLEM_TEXT], configs[2][SW_CONFIG_TEXT];
 };
 
-// Rank 0 decides the configs; a rank whose isa cannot run them keeps its own, since kernels are each rank's
-// own business.  What the wire depends on must be equal.
+// Rank 0 decides the configs; a rank whose isa cannot run them keeps its own, since kernels are
+// each rank's own business.  What the wire depends on must be equal.
 static enum swathe_status agree(struct swathe_layer *layer)
 {
   const int32_t ranks = sw_layer_ranks(layer);
@@ -182,7 +182,7 @@ void swathe_layer_destroy(struct swathe_layer *layer)
   free(layer);
 }
 
-// ---- Shard ---------------------------------------------------------------------------------------
+// ---- Shard --------------------------------------------------------------------------------------
 
 static enum swathe_status reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
                                         size_t bytes)
@@ -263,7 +263,7 @@ size_t swathe_layer_halo_bytes(const struct swathe_layer *layer)
          (size_t)sw_problem_token_bytes(&layer->problem);
 }
 
-// ---- Told to the caller --------------------------------------------------------------------------
+// ---- Told to the caller -------------------------------------------------------------------------
 
 void swathe_layer_timing(const struct swathe_layer *layer, struct swathe_timing *timing)
 {

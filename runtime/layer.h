@@ -1,6 +1,6 @@
-// layer.h: the private face of the meeting place: context.c (opens the specialists and keeps loaded kernels),
-// choose.c (which config), work.c (plan -> units and runs), layer.c (create and shard), exchange.c (what
-// travels), pass.c (forward and backward), doctor.c, and the tuner beside them.
+// layer.h: the private face of the meeting place: context.c (opens the specialists and keeps loaded
+// kernels), choose.c (which config), work.c (plan -> units and runs), layer.c (create and shard),
+// exchange.c (what travels), pass.c (forward and backward), doctor.c, and the tuner beside them.
 #ifndef SW_LAYER_H
 #define SW_LAYER_H
 
@@ -52,20 +52,23 @@ const char *sw_context_kernel_name(enum swathe_direction direction);
 
 // Loads the kernel (compiling it if no cache has it), or returns the one already loaded.  Borrowed
 // until the context closes.
-enum swathe_status sw_context_kernel(struct swathe_context *context, const struct swathe_problem *problem,
+enum swathe_status sw_context_kernel(struct swathe_context *context,
+                                     const struct swathe_problem *problem,
                                      enum swathe_direction direction, const char *config,
                                      const struct sw_kernel **kernel);
 
 // The source for the context's isa (NULL) or another; free with sw_gen_source_free.
-enum swathe_status sw_context_source(struct swathe_context *context, const struct swathe_problem *problem,
-                                     enum swathe_direction direction, const char *isa, const char *config,
-                                     struct sw_gen_source *source);
+enum swathe_status sw_context_source(struct swathe_context *context,
+                                     const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const char *isa,
+                                     const char *config, struct sw_gen_source *source);
 
-// Turns a compiler's log into the words of the failure, with the template's own lines; frees the log.
-enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source, enum swathe_status status,
-                                             char *log);
+// Turns a compiler's log into the words of the failure, in the template's own lines; frees the log.
+enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
+                                             enum swathe_status status, char *log);
 
-void sw_context_environment(const struct swathe_context *context, struct sw_db_environment *environment);
+void sw_context_environment(const struct swathe_context *context,
+                            struct sw_db_environment *environment);
 
 // Closes and opens the database again, so that what another handle wrote is seen.
 void sw_context_reopen_database(struct swathe_context *context);
@@ -97,7 +100,7 @@ struct sw_run_source {
   enum sw_place place;
   int64_t index;                 // row of the rank's tensors, or slot of the receive buffer
   int32_t message;               // SW_WIRE: which receive message holds the slot
-  int64_t spill;                 // first token in the spill buffer, or -1: sums go to their own place
+  int64_t spill;                 // first token in the spill buffer; -1: sums go to their own place
 };
 
 // A spilled run: sums that belong elsewhere and are added there, in list order.
@@ -117,14 +120,14 @@ struct sw_work {
   int64_t unit_capacity, run_capacity, source_capacity, spill_capacity;
 };
 
-// Cuts the plan's spans into units of a kernel whose tiles have `tile_tokens` queries.  Unit boundaries
-// depend on the plan and the tile alone, never on threads.
+// Cuts the plan's spans into units of a kernel whose tiles have `tile_tokens` queries.  Unit
+// boundaries depend on the plan and the tile alone, never on threads.
 enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_problem *problem,
                                  const struct sw_halo_plan *plan, enum swathe_direction direction,
                                  int64_t tile_tokens);
 void sw_work_free(struct sw_work *work);
 
-// ---- layer.c, exchange.c, pass.c -------------------------------------------------------------------
+// ---- layer.c, exchange.c, pass.c ----------------------------------------------------------------
 
 struct sw_buffer {
   void *data;
@@ -151,7 +154,7 @@ struct swathe_layer {
   struct sw_buffer own_sums, spill_sums, head_sums;  // head_sums: [unit][batch][query heads]
   struct swathe_timing timing;
   int64_t most_items;                  // the tuner's limit on the items of a launch; 0: none
-  int64_t computed_tokens;             // queries (times key heads and batch) of the last call's items
+  int64_t computed_tokens;             // of the last call's items: queries * key heads * batch
 };
 
 int32_t sw_layer_rank(const struct swathe_layer *layer);
@@ -171,19 +174,21 @@ enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t un
 double sw_layer_now_us(void);
 
 // The rank's own rows from `row` on.
-struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t row, size_t elem_bytes);
+struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t row,
+                                  size_t elem_bytes);
 
 struct sw_key_views {
   struct sw_view k, v;
 };
 
-// A packed buffer of `tokens` keys, [batch][tokens][kv_heads][dim] of k and then of v, from `first` on.
+// A packed buffer of `tokens` keys from `first` on: [batch][tokens][kv_heads][dim] of k, then of v.
 struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
                                        size_t elem_bytes, int64_t tokens, int64_t first);
 
 // The keys from `slot` on, within the message that carries it; `base` is the whole buffer.
-struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base, size_t elem_bytes,
-                                     const struct sw_halo_message *message, int64_t slot);
+struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base,
+                                     size_t elem_bytes, const struct sw_halo_message *message,
+                                     int64_t slot);
 
 // One phase of the exchange while units run.
 struct sw_exchange {
@@ -204,14 +209,15 @@ enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exch
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer,
                                            struct sw_exchange *exchange);
 
-// As swathe_layer_create, with configs given for some directions (NULL: choose) and `directions` a mask of
-// 1 << direction: the others get no kernel.
-enum swathe_status sw_layer_create(struct swathe_context *context, const struct swathe_problem *problem,
+// As swathe_layer_create, with configs given for some directions (NULL: choose) and `directions` a
+// mask of 1 << direction: the others get no kernel.
+enum swathe_status sw_layer_create(struct swathe_context *context,
+                                   const struct swathe_problem *problem,
                                    struct swathe_transport *transport, const char *const configs[2],
                                    unsigned directions, struct swathe_layer **layer);
 
-// For the tuner: launch at most this many items at a time (0: all), and how many query tokens (times key
-// heads and batch) the last call computed.
+// For the tuner: launch at most this many items at a time (0: all), and how many query tokens
+// (times key heads and batch) the last call computed.
 void sw_layer_limit(struct swathe_layer *layer, int64_t items);
 int64_t sw_layer_computed(const struct swathe_layer *layer);
 

@@ -1,8 +1,9 @@
 // pass.c: forward and backward of one rank: exchange + launch.
 //
-//   forward    post the halo's keys -> interior units (the exchange progresses) -> wait -> edge units
-//   backward   halo's keys as above unless the caller kept them -> edge units -> their gradients home ->
-//              interior units -> wait -> add everything in a fixed order (gather)
+//   forward    post the halo's keys -> interior units (the exchange progresses) -> wait ->
+//              edge units
+//   backward   halo's keys as above unless the caller kept them -> edge units -> their gradients
+//              home -> interior units -> wait -> add everything in a fixed order (gather)
 //
 // Nothing of a forward is remembered: it may be replayed, and layers may interleave.
 #include "layer.h"
@@ -16,7 +17,7 @@
 // Rows that one item of gather adds up: their sums stay in the first-level cache for common heads.
 enum { GATHER_ROWS = 32 };
 
-// ---- Tensors ---------------------------------------------------------------------------------------
+// ---- Tensors ------------------------------------------------------------------------------------
 
 static enum swathe_status check_tensor(const struct swathe_layer *layer, const char *name,
                                        const struct swathe_tensor *tensor, int32_t heads,
@@ -108,7 +109,7 @@ static void mark_gaps(const struct swathe_layer *layer, const struct swathe_tens
                                b * lse->batch_stride + h * lse->head_stride] = -INFINITY;
 }
 
-// ---- Launch --------------------------------------------------------------------------------------
+// ---- Launch -------------------------------------------------------------------------------------
 
 // Points every run at its keys, and in backward at the place of its sums.
 static void point_runs(struct swathe_layer *layer, enum swathe_direction direction,
@@ -168,7 +169,7 @@ static struct sw_attention_args attention_args(const struct swathe_layer *layer,
   return args;
 }
 
-// The range of items the device hands to a kernel begins at 0; this shifts it to the launch's first.
+// The device hands ranges of items to a kernel from 0 on; this shifts them to the launch's first.
 struct shifted {
   sw_attention_kernel *kernel;
   const struct sw_attention_args *args;
@@ -252,7 +253,7 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   return status ? sw_within(status, "in forward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
 }
 
-// ---- Backward ------------------------------------------------------------------------------------
+// ---- Backward -----------------------------------------------------------------------------------
 
 // Adds the sums of spilled halo keys, in list order, into the messages that take them home.
 static void add_spills_to_wire(struct swathe_layer *layer)
@@ -290,8 +291,8 @@ static void add_term(struct swathe_layer *layer, int64_t *count, int64_t row, in
       (struct sw_term){ .row = row, .tokens = tokens, .dk = sums.k, .dv = sums.v };
 }
 
-// The sums of every row, in the order they are added: its own unit's, then those of neighbouring units and
-// spans of this rank, then those of other ranks by ascending rank.
+// The sums of every row, in the order they are added: its own unit's, then those of neighbouring
+// units and spans of this rank, then those of other ranks by ascending rank.
 static int64_t list_terms(struct swathe_layer *layer)
 {
   const struct sw_halo_plan *plan = layer->plan;

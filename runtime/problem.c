@@ -1,5 +1,5 @@
-// problem.c: a layer's shape: is it sound, and its one canonical text.  The first stop on the way of the
-// data; nothing here knows kernels, ranks' data or databases.
+// problem.c: a layer's shape: is it sound, and its one canonical text.  The first stop on the way
+// of the data; nothing here knows kernels, ranks' data or databases.
 #include "problem.h"
 
 #include <ctype.h>
@@ -249,7 +249,7 @@ static void put_window(struct writer *w, int64_t value)
   else put(w, "%" PRId64, value);
 }
 
-// Shortest of 6 or 17 significant digits that reads back as the same number, with a '.' in any locale.
+// The shorter of 6 and 17 significant digits that reads back as the same number; '.' in any locale.
 static void put_real(struct writer *w, double value)
 {
   char text[40];

@@ -307,8 +307,8 @@ static enum swathe_status run_round(struct race *race)
   return SWATHE_OK;
 }
 
-// Runs `rounds` more; a noisy one is run again, up to twice as many in all, but the less the longer the
-// noise has lasted: it will not go away then.
+// Runs `rounds` more; a noisy one is run again, up to twice as many in all, but the less the longer
+// the noise has lasted: it will not go away then.
 static enum swathe_status run_rounds(struct race *race, int32_t rounds)
 {
   const int32_t again = (int32_t)((1 - race->search->noise) * rounds);

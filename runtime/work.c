@@ -1,17 +1,18 @@
-// work.c: a rank's halo plan -> units of work and the runs of keys each unit sees.  Pure arithmetic:
-// where data lives is told by place and index; layer.c puts the pointers in.
+// work.c: a rank's halo plan -> units of work and the runs of keys each unit sees.  Pure
+// arithmetic: where data lives is told by place and index; layer.c puts the pointers in.
 //
-// Forward units are cut for locality alone.  Backward units are strips at least as long as the window, so
-// that a key gets sums from its own strip and at most the next and the previous one, and a key of the halo
-// from exactly one strip of each span: those sums spill beside and are added in a fixed order.
+// Forward units are cut for locality alone.  Backward units are strips at least as long as the
+// window, so that a key gets sums from its own strip and at most the next and the previous one, and
+// a key of the halo from exactly one strip of each span: those sums spill beside and are added in a
+// fixed order.
 #include "layer.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 
-// Queries in a unit.  Larger units pack the window's keys less often (each unit packs window + unit keys),
-// smaller ones spread better over threads and let the exchange progress between them.
+// Queries in a unit.  Larger units pack the window's keys less often (each unit packs window + unit
+// keys), smaller ones spread better over threads and let the exchange progress between them.
 enum { UNIT_TOKENS = 512 };
 
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -47,10 +48,10 @@ static inline enum swathe_status grow(void **array, int64_t *capacity, int64_t c
   return count <= *capacity ? SWATHE_OK : grow_array(array, capacity, count, size);
 }
 
-// ---- Where to cut --------------------------------------------------------------------------------
+// ---- Where to cut -------------------------------------------------------------------------------
 
-// One span's cuts: `head` tokens in units that see the wire before it, `tail` after it, the middle in
-// `pieces` about equal parts.
+// One span's cuts: `head` tokens in units that see the wire before it, `tail` after it, the middle
+// in `pieces` about equal parts.
 struct cuts {
   int64_t head, tail, middle, pieces, unit;
 };
@@ -107,7 +108,7 @@ static struct cuts cut_backward(const struct swathe_problem *problem,
   return cuts;
 }
 
-// ---- Runs ----------------------------------------------------------------------------------------
+// ---- Runs ---------------------------------------------------------------------------------------
 
 struct builder {
   struct sw_work *work;
@@ -115,7 +116,7 @@ struct builder {
   bool backward;
 };
 
-// Adds the keys [from, to) of a piece that begins at `begin`; `spilled`: sums are not this unit's own.
+// Adds the keys [from, to) of a piece that begins at `begin`; `spilled`: not this unit's own sums.
 static enum swathe_status add_run(struct builder *b, enum sw_place place, int64_t begin,
                                   int64_t index, int32_t message, int64_t from, int64_t to,
                                   bool spilled)

@@ -1,8 +1,8 @@
 // kernel_abi.h: what the host and an emitted kernel hand each other.
 //
 // One text for both sides: the runtime includes it, the generator pastes it into every emitted CPU
-// source (which includes no header of any kind).  So only built-in types stand here.  All strides are
-// in elements; all offsets are 64-bit.  `elem` is the problem's dtype: float, or bfloat16 as bits.
+// source (which includes no header of any kind).  So only built-in types stand here.  All strides
+// are in elements, all offsets 64-bit.  `elem` is the problem's dtype: float, or bfloat16 as bits.
 
 typedef __INT64_TYPE__ sw_int64;
 
@@ -12,21 +12,21 @@ struct sw_view {
   sw_int64 token, head, batch;        // strides
 };
 
-// A run: consecutive key positions of one document that lie evenly spaced in memory, in the rank's own
-// tensor or in the halo buffer.  The kernel does not know which.
+// A run: consecutive key positions of one document that lie evenly spaced in memory, in the rank's
+// own tensor or in the halo buffer.  The kernel does not know which.
 struct sw_run {
   sw_int64       position, tokens;    // first key position within its document, how many
   struct sw_view k, v;                // elem; data is the key at `position`, head 0, batch 0
-  struct sw_view dk, dv;              // float; where backward leaves this unit's sums for these keys
+  struct sw_view dk, dv;              // float; here backward leaves the unit's sums for these keys
 };
 
 // A unit of work: consecutive query positions of one span, with every key that any of them can see.
 // Tiles are cut from the unit's first query on; no tile crosses a unit.
 struct sw_unit {
-  sw_int64 position, tokens;          // first query position within its document, how many; tokens >= 1
+  sw_int64 position, tokens;          // first query position within its document; how many, >= 1
   sw_int64 row;                       // row of the first query in q, out, lse, dout and dq
-  sw_int64 run_begin, run_end;        // its runs, ascending in position, without overlap; they cover
-                                      // exactly the visible keys, no more
+  sw_int64 run_begin, run_end;        // its runs, ascending in position, without overlap: exactly
+                                      // the visible keys, no more
 };
 
 // One launch.  The work is cut into items, item = (unit * batch + b) * kv_heads + h; a kernel call
@@ -42,31 +42,36 @@ struct sw_attention_args {
   struct sw_view q, out;              // elem
   struct sw_view lse;                 // float; head stride and token stride as given, no dim
   struct sw_view dout, dq;            // elem; backward
-  float         *dsink;               // backward with sinks: [unit][batch][query heads], this unit's sums
-  float         *max_logits;          // forward, NULL or [unit][batch][query heads]: the largest score of
-                                      // the unit's visible pairs, scaled and capped, in natural-log units
-                                      // and without sinks; -inf when there is none
+  float         *dsink;               // backward with sinks: [unit][batch][query heads], the
+                                      // unit's sums
+  float         *max_logits;          // forward, NULL or [unit][batch][query heads]: the largest
+                                      // score of the unit's visible pairs, scaled and capped, in
+                                      // natural-log units, without sinks; -inf when there is none
 };
 
-// Second half of backward: adds the partial sums of each key in the order of the terms and writes dk, dv.
+// Second half of backward: adds each key's partial sums in the order of the terms; writes dk, dv.
 struct sw_term {
   sw_int64       row, tokens;         // rows [row, row + tokens) of dk and dv get
   struct sw_view dk, dv;              // these float sums; data is the first row, head 0, batch 0
 };
 struct sw_gather_args {
-  const struct sw_term *terms;        // ascending order of addition; every row has at least one term
+  const struct sw_term *terms;        // in the order of addition; every row has at least one
   sw_int64       term_count;
   sw_int64       rows, batch, kv_heads;
-  sw_int64       block_rows;          // item = b * ceil(rows / block_rows) + block, all heads at once
+  sw_int64       block_rows;          // item = b * ceil(rows / block_rows) + block, all heads
   struct sw_view dk, dv;              // elem, outputs
 };
 
 // Every emitted CPU image exports, for its kernel:
-//   void     forward(const struct sw_attention_args *, sw_int64 begin, sw_int64 end, void *workspace);
-//   sw_int64 forward_workspace(sw_int64 max_keys);    bytes a thread needs; 64-byte aligned, need not be zeroed
-//   const sw_int64 forward_tile_tokens;               query positions in a tile; units are best a multiple of it
+//   void     forward(const struct sw_attention_args *, sw_int64 begin, sw_int64 end,
+//                    void *workspace);
+//   sw_int64 forward_workspace(sw_int64 max_keys);  bytes a thread needs, 64-byte aligned; need not
+//                                                   be zeroed
+//   const sw_int64 forward_tile_tokens;             query positions in a tile; units are best a
+//                                                   multiple of it
 // and for backward the same with `backward`, and
-//   void     gather(const struct sw_gather_args *, sw_int64 begin, sw_int64 end, void *workspace /* unused */);
+//   void     gather(const struct sw_gather_args *, sw_int64 begin, sw_int64 end,
+//                   void *workspace);               the workspace is not used
 typedef void     sw_attention_kernel(const struct sw_attention_args *, sw_int64, sw_int64, void *);
 typedef sw_int64 sw_workspace_query(sw_int64);
 typedef void     sw_gather_kernel(const struct sw_gather_args *, sw_int64, sw_int64, void *);

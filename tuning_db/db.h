@@ -1,4 +1,4 @@
-// db.h: the tuning database as the rest of the library sees it.  Only tuning_db/ includes sqlite3.h.
+// db.h: the tuning database as the rest of the library sees it.  sqlite3.h only in tuning_db/.
 //
 // Rows are data: config texts are validated by the generator before anything is made from them.
 #ifndef SW_DB_H
@@ -16,7 +16,8 @@ enum sw_db_access {
 enum swathe_status sw_db_open(const char *path, enum sw_db_access access, struct sw_db **db);
 void sw_db_close(struct sw_db *db);
 
-// Where a row was measured.  The isa must match for a row to be used; the rest is provenance and rank.
+// Where a row was measured.  For a row to be used its isa must match; the rest is told, and orders
+// rows that are equally near.
 struct sw_db_environment {
   const char *isa;            // hard
   const char *processor;      // model name
@@ -24,10 +25,12 @@ struct sw_db_environment {
   const char *generator;      // digest of the generator's texts
 };
 // "isa=…,processor=…,threads=…"; returns the needed length.
-size_t sw_db_environment_format(const struct sw_db_environment *environment, char *text, size_t size);
+size_t sw_db_environment_format(const struct sw_db_environment *environment, char *text,
+                                size_t size);
 
 // A tuning session; samples belong to it.
-enum swathe_status sw_db_session_begin(struct sw_db *db, const char *command, double budget_s, int64_t *session);
+enum swathe_status sw_db_session_begin(struct sw_db *db, const char *command, double budget_s,
+                                       int64_t *session);
 
 struct sw_db_row {
   const struct swathe_problem *problem;
@@ -45,8 +48,8 @@ struct sw_db_sample {
 };
 enum swathe_status sw_db_put_sample(struct sw_db *db, int64_t session, const struct sw_db_row *row,
                                     const struct sw_db_sample *sample);
-// Replaces the pick of (problem, kernel, environment).  `complete`: the search ended by itself; otherwise
-// the next call resumes.
+// Replaces the pick of (problem, kernel, environment).  `complete`: the search ended by itself;
+// otherwise the next call resumes.
 enum swathe_status sw_db_put_pick(struct sw_db *db, int64_t session, const struct sw_db_row *row,
                                   double best_us, double default_us, double ratio, bool complete);
 
@@ -59,18 +62,19 @@ struct sw_db_found {
   bool complete;
   char environment[256], when[32];
 };
-// The exact pick (first, if there is one), then picks of problems that differ only in tokens_per_rank,
-// ranks, layout or threads, nearest tokens_per_rank first.  Visit returns false to stop.
+// The exact pick (first, if there is one), then picks of problems that differ only in
+// tokens_per_rank, ranks, layout or threads, nearest tokens_per_rank first.  Visit returns false to
+// stop.
 typedef bool sw_db_found_visit(void *arg, const struct sw_db_found *found);
-enum swathe_status sw_db_find(struct sw_db *db, const struct swathe_problem *problem, const char *kernel,
-                              const struct sw_db_environment *environment, sw_db_found_visit *visit,
-                              void *arg);
+enum swathe_status sw_db_find(struct sw_db *db, const struct swathe_problem *problem,
+                              const char *kernel, const struct sw_db_environment *environment,
+                              sw_db_found_visit *visit, void *arg);
 
 // The verdicts already known for this row's problem, kernel and environment, for resuming.
 typedef void sw_db_known_visit(void *arg, const char *config, const char *verdict, double median_us,
                                double ratio);
-enum swathe_status sw_db_known(struct sw_db *db, const struct sw_db_row *row, sw_db_known_visit *visit,
-                               void *arg);
+enum swathe_status sw_db_known(struct sw_db *db, const struct sw_db_row *row,
+                               sw_db_known_visit *visit, void *arg);
 
 // The pick of this very row (its config aside), for the tuner; only of a database open for writing.
 // `found` is false if there is none.
@@ -81,7 +85,8 @@ struct sw_db_held {
   bool complete;
   bool quiet;                     // the sample it rests on is not noisy
 };
-enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row, struct sw_db_held *held);
+enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
+                              struct sw_db_held *held);
 
 enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *arg);
 // `problem` NULL: of every problem, in the order of swathe_db_samples; else best first.
