@@ -20,9 +20,9 @@ struct group_case {
   double deadline_s;  // 0: 20 s
 };
 
-// Runs the script on all ranks and gathers the results into the sequence.  Not OK: `words` has the first
-// rank's failure.  `moved`: [ranks] bytes each rank received over all steps, or NULL.
-enum swathe_status group_run(const struct group_case *group, struct sequence *sequence, int64_t *moved,
-                             char *words, size_t size);
+// Runs the script on all ranks and gathers the results into the sequence.  Not OK: `words` has the
+// first rank's failure.  `moved`: [ranks] bytes each rank received over all steps, or NULL.
+enum swathe_status group_run(const struct group_case *group, struct sequence *sequence,
+                             int64_t *moved, char *words, size_t size);
 
 #endif

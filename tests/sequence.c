@@ -215,7 +215,8 @@ void sequence_forget(struct sequence *sequence)
 // ---- The reference's answers -------------------------------------------------------------------
 
 // delta [heads] of one query from `out` as bf16 holds it.
-static void sum_rounded(const struct sequence *sequence, int64_t batch, int64_t token, double *delta)
+static void sum_rounded(const struct sequence *sequence, int64_t batch, int64_t token,
+                        double *delta)
 {
   const int dims = sequence->problem.head_dim_v;
   const size_t row = place(sequence, SEQUENCE_OUT, batch, token, 0, 0);

@@ -891,8 +891,8 @@ static void version_1_is_brought_up_by_a_writer(void **state)
   sw_db_close(db);
   assert_int_equal(ask(path, "PRAGMA user_version"), 2);
   assert_int_equal(ask(path, "SELECT count(*) FROM sample WHERE noisy = 0"), 3);
-  assert_int_equal(ask(path, "SELECT s.config = 'a=1' FROM pick k JOIN sample s ON s.id = k.sample"),
-                   1);
+  assert_int_equal(
+      ask(path, "SELECT s.config = 'a=1' FROM pick k JOIN sample s ON s.id = k.sample"), 1);
   assert_int_equal(ask(path, "SELECT count(*) FROM pragma_foreign_key_check"), 0);
 }
 

@@ -178,7 +178,8 @@ static void modules_know_no_world(void **state)
   (void)state;
   static const char *const reaches[] = {
     "io.open", "os.getenv", "debug.getinfo", "package.path", "dofile(1)", "loadfile(1)", "load(1)",
-    "string.dump(1)", "math.random()", "math.randomseed(1)", "collectgarbage()", "print(1)", "warn(1)",
+    "string.dump(1)", "math.random()", "math.randomseed(1)", "collectgarbage()", "print(1)",
+    "warn(1)",
   };
   shell("mkdir '%s/world' && cp -r '%s/generator' '%s/world'", fixtures, fixtures, fixtures);
   for (size_t i = 0; i < COUNT(reaches); i++) {

@@ -1,5 +1,5 @@
-// test_layer.c: the layer over ranks: every result against the reference, whatever the layout; bytes on the
-// wire; bit-equal results; replay; disagreement and misuse.
+// test_layer.c: the layer over ranks: every result against the reference, whatever the layout;
+// bytes on the wire; bit-equal results; replay; disagreement and misuse.
 #include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -74,7 +74,7 @@ static struct swathe_problem problem_of(const char *text)
   return problem;
 }
 
-// The limits of `swathe run --check`; large scores (gain on q) carry their fp32 rounding into the softmax.
+// The limits of `swathe run --check`; large scores (gain on q) carry their fp32 rounding along.
 static struct sequence_tolerance tolerance_of(const struct swathe_problem *problem, double gain)
 {
   return problem->dtype == SWATHE_BF16
@@ -83,8 +83,9 @@ static struct sequence_tolerance tolerance_of(const struct swathe_problem *probl
 }
 
 // Runs one problem and compares everything.
-static void expect_right(const struct swathe_problem *problem, const struct swathe_sharding *sharding,
-                         struct share_form form, bool keep_halo, double gain)
+static void expect_right(const struct swathe_problem *problem,
+                         const struct swathe_sharding *sharding, struct share_form form,
+                         bool keep_halo, double gain)
 {
   char words[1024] = "", text[512];
   struct sequence *sequence = sequence_make(problem, sharding, 7, gain);
@@ -96,8 +97,9 @@ static void expect_right(const struct swathe_problem *problem, const struct swat
   sequence_solve(sequence);
   if (group_run(&group, sequence, moved, words, sizeof words) ||
       !sequence_compare(sequence, true, tolerance_of(problem, gain), words, sizeof words))
-    fail_msg("%s\n  %s, %d ranks, %lld tokens, batch %d\n  %s", words, swathe_layout_name(sharding->layout),
-             sharding->ranks, (long long)sharding->tokens, sharding->batch, text);
+    fail_msg("%s\n  %s, %d ranks, %lld tokens, batch %d\n  %s", words,
+             swathe_layout_name(sharding->layout), sharding->ranks, (long long)sharding->tokens,
+             sharding->batch, text);
 
   // forward moves the halo once; backward its gradients, and the halo again if it was not kept
   struct swathe_traffic traffic[64];
@@ -114,7 +116,7 @@ static void expect_right(const struct swathe_problem *problem, const struct swat
   sequence_free(sequence);
 }
 
-// The matrix users replay: 64 tokens, windows around tiles and shares, both layouts, every small group.
+// The matrix users replay: 64 tokens, windows around tiles and shares, both layouts, small groups.
 static void results_equal_the_reference(void **state)
 {
   static const char *const heads[] = { "q_heads=28,kv_heads=7", "q_heads=5,kv_heads=1" };
@@ -149,29 +151,37 @@ struct shape {
   double gain;
 };
 
-// Real models' heads at few tokens, odd dims, sinks, both sides, softcap, batch, uneven and empty shares.
+// Real models' heads at few tokens, odd dims, sinks, both sides, softcap, batch, uneven shares and
+// empty ones.
 static void shapes_of_real_models(void **state)
 {
   static const struct shape shapes[] = {
     { "q_heads=64,kv_heads=8,window_left=127,sinks=1,dtype=bf16", SWATHE_ZIGZAG, 4, 1, 700, 1 },
-    { "q_heads=8,kv_heads=2,window_left=127,dtype=bf16,halo_gradient=bf16", SWATHE_ZIGZAG, 4, 1, 700, 1 },
+    { "q_heads=8,kv_heads=2,window_left=127,dtype=bf16,halo_gradient=bf16",
+      SWATHE_ZIGZAG, 4, 1, 700, 1 },
     { "q_heads=16,kv_heads=2,head_dim_qk=192,head_dim_v=128,window_left=127,sinks=1,dtype=bf16",
       SWATHE_CONTIGUOUS, 3, 1, 500, 1 },
-    { "q_heads=4,kv_heads=1,head_dim_qk=256,head_dim_v=256,window_left=511", SWATHE_ZIGZAG, 2, 1, 900, 1 },
+    { "q_heads=4,kv_heads=1,head_dim_qk=256,head_dim_v=256,window_left=511",
+      SWATHE_ZIGZAG, 2, 1, 900, 1 },
     { "q_heads=4,kv_heads=2,head_dim_qk=256,head_dim_v=256,window_left=100,softcap=50,scale=0.0625",
       SWATHE_CONTIGUOUS, 3, 1, 300, 12 },
     { "q_heads=3,kv_heads=3,window_left=64,window_right=64", SWATHE_ZIGZAG, 3, 1, 700, 1 },
     { "q_heads=2,kv_heads=1,window_left=unlimited,window_right=0", SWATHE_ZIGZAG, 3, 1, 200, 1 },
     { "q_heads=2,kv_heads=2,window_left=5,window_right=unlimited", SWATHE_CONTIGUOUS, 2, 1, 90, 1 },
-    { "q_heads=3,kv_heads=1,head_dim_qk=40,head_dim_v=72,window_left=9", SWATHE_ZIGZAG, 5, 2, 57, 1 },
-    { "q_heads=1,kv_heads=1,head_dim_qk=1,head_dim_v=1,window_left=3", SWATHE_CONTIGUOUS, 8, 3, 5, 1 },
-    { "q_heads=4,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=2999", SWATHE_CONTIGUOUS, 4, 1, 2999, 1 },
+    { "q_heads=3,kv_heads=1,head_dim_qk=40,head_dim_v=72,window_left=9",
+      SWATHE_ZIGZAG, 5, 2, 57, 1 },
+    { "q_heads=1,kv_heads=1,head_dim_qk=1,head_dim_v=1,window_left=3",
+      SWATHE_CONTIGUOUS, 8, 3, 5, 1 },
+    { "q_heads=4,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=2999",
+      SWATHE_CONTIGUOUS, 4, 1, 2999, 1 },
   };
   (void)state;
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
     struct swathe_problem problem = problem_of(shapes[i].problem);
-    const struct swathe_sharding sharding = { .layout = shapes[i].layout, .ranks = shapes[i].ranks,
-                                              .batch = shapes[i].batch, .tokens = shapes[i].tokens };
+    const struct swathe_sharding sharding = { .layout = shapes[i].layout,
+                                              .ranks = shapes[i].ranks,
+                                              .batch = shapes[i].batch,
+                                              .tokens = shapes[i].tokens };
     problem.ranks = sharding.ranks;
     problem.layout = sharding.layout;
     expect_right(&problem, &sharding, (struct share_form){ .head_major = i % 2, .gap = 3 }, i % 2,
@@ -188,10 +198,14 @@ struct bits {
 static size_t array_size(const struct sequence *sequence, int array)
 {
   const struct swathe_problem *p = &sequence->problem;
-  const int q_dims[] = { [SEQUENCE_OUT] = p->head_dim_v, [SEQUENCE_LSE] = 1, [SEQUENCE_DQ] = p->head_dim_qk,
-                         [SEQUENCE_DK] = p->head_dim_qk, [SEQUENCE_DV] = p->head_dim_v };
+  const int q_dims[] = { [SEQUENCE_OUT] = p->head_dim_v,
+                         [SEQUENCE_LSE] = 1,
+                         [SEQUENCE_DQ] = p->head_dim_qk,
+                         [SEQUENCE_DK] = p->head_dim_qk,
+                         [SEQUENCE_DV] = p->head_dim_v };
   const int heads = array == SEQUENCE_DK || array == SEQUENCE_DV ? p->kv_heads : p->q_heads;
-  return (size_t)(sequence->view.batch * sequence->view.tokens * heads * q_dims[array]) * sizeof(float);
+  return (size_t)(sequence->view.batch * sequence->view.tokens * heads * q_dims[array]) *
+         sizeof(float);
 }
 
 static struct bits keep_bits(const struct sequence *sequence)
@@ -221,14 +235,18 @@ static void free_bits(struct bits *bits)
   free(bits->dsink);
 }
 
-// 20 runs, thread counts, a forward that is replayed, a halo that is kept or fetched again, another shard.
+// 20 runs, thread counts, a forward replayed, a halo kept or fetched again, another shard.
 static void results_are_bit_equal(void **state)
 {
   struct swathe_problem problem = problem_of("q_heads=8,kv_heads=2,head_dim_qk=32,head_dim_v=32,"
                                              "window_left=150,sinks=1,ranks=3,layout=zigzag");
-  const struct swathe_sharding sharding = { .layout = SWATHE_ZIGZAG, .ranks = 3, .batch = 2, .tokens = 2500 };
+  const struct swathe_sharding sharding = {
+    .layout = SWATHE_ZIGZAG, .ranks = 3, .batch = 2, .tokens = 2500
+  };
   struct sequence *sequence = sequence_make(&problem, &sharding, 3, 1);
-  struct group_case group = { .context = context, .problem = &problem, .sharding = &sharding, .script = "fb" };
+  struct group_case group = {
+    .context = context, .problem = &problem, .sharding = &sharding, .script = "fb"
+  };
   char words[1024];
   (void)state;
 
@@ -260,8 +278,9 @@ static void error_does_not_grow_with_ranks(void **state)
       problem.dtype = (enum swathe_dtype)dtype;
       problem.ranks = sharding.ranks;
       struct sequence *sequence = sequence_make(&problem, &sharding, 5, 1);
-      const struct group_case group = { .context = context, .problem = &problem, .sharding = &sharding,
-                                        .script = "fb" };
+      const struct group_case group = {
+        .context = context, .problem = &problem, .sharding = &sharding, .script = "fb"
+      };
       sequence_solve(sequence);
       if (group_run(&group, sequence, NULL, words, sizeof words)) fail_msg("%s", words);
       for (int a = SEQUENCE_OUT; a < SEQUENCE_ARRAYS; a++)
@@ -312,8 +331,8 @@ static void layers_interleave(void **state)
   }
 }
 
-// Layers that differ only in what no kernel depends on share the loaded kernels; softcap's value is not in
-// them, whether there is one is.
+// Layers that differ only in what no kernel depends on share the loaded kernels; softcap's value is
+// not in them, whether there is one is.
 static void layers_share_kernels(void **state)
 {
   static const char *const same[] = {
@@ -355,8 +374,9 @@ static void wide_windows_are_causal(void **state)
     snprintf(text, sizeof text, "q_heads=2,kv_heads=1,ranks=2,window_left=%s", windows[i]);
     struct swathe_problem problem = problem_of(text);
     struct sequence *sequence = sequence_make(&problem, &sharding, 1, 1);
-    const struct group_case group = { .context = context, .problem = &problem, .sharding = &sharding,
-                                      .script = "fb" };
+    const struct group_case group = {
+      .context = context, .problem = &problem, .sharding = &sharding, .script = "fb"
+    };
     if (group_run(&group, sequence, NULL, words, sizeof words)) fail_msg("%s", words);
     if (i == 4) first = keep_bits(sequence);
     expect_bits(sequence, &first, windows[i]);
@@ -378,8 +398,9 @@ static double largest_score(const struct sequence *sequence, int32_t head)
       for (int64_t j = i > p->window_left ? i - p->window_left : 0; j <= i; j++) {
         double score = 0;
         for (int64_t d = 0; d < dim; d++)
-          score += (double)sequence->given[SEQUENCE_Q][((b * n + i) * p->q_heads + head) * dim + d] *
-                   (double)sequence->given[SEQUENCE_K][((b * n + j) * p->kv_heads + key_head) * dim + d];
+          score +=
+              (double)sequence->given[SEQUENCE_Q][((b * n + i) * p->q_heads + head) * dim + d] *
+              (double)sequence->given[SEQUENCE_K][((b * n + j) * p->kv_heads + key_head) * dim + d];
         score /= sqrt((double)dim);
         if (p->softcap > 0) score = p->softcap * tanh(score / p->softcap);
         if (score > largest) largest = score;
@@ -419,7 +440,7 @@ static void max_logits_are_the_largest_scores(void **state)
   }
 }
 
-// ---- Dynamic context parallelism -----------------------------------------------------------------
+// ---- Dynamic context parallelism ----------------------------------------------------------------
 
 struct dynamic_rank {
   struct swathe_threads *four, *pair;
@@ -461,8 +482,11 @@ static void groups_and_documents_change(void **state)
   const struct swathe_problem problem =
       problem_of("q_heads=4,kv_heads=2,head_dim_qk=16,head_dim_v=16,window_left=9,ranks=4");
   static const int64_t long_documents[] = { 0, 50, 51, 120 }, short_documents[] = { 0, 33, 60 };
-  const struct swathe_sharding over_four = { .layout = SWATHE_ZIGZAG_DOCUMENT, .ranks = 4, .batch = 1,
-                                             .tokens = 120, .documents = 3,
+  const struct swathe_sharding over_four = { .layout = SWATHE_ZIGZAG_DOCUMENT,
+                                             .ranks = 4,
+                                             .batch = 1,
+                                             .tokens = 120,
+                                             .documents = 3,
                                              .document_starts = long_documents };
   const struct swathe_sharding over_two = { .layout = SWATHE_CONTIGUOUS, .ranks = 2, .batch = 1,
                                             .tokens = 60, .documents = 2,
@@ -540,12 +564,13 @@ static void sharding_anew_allocates_nothing(void **state)
 #endif
 }
 
-// ---- Refusals ------------------------------------------------------------------------------------
+// ---- Refusals -----------------------------------------------------------------------------------
 
 static void expect_words(enum swathe_status got, enum swathe_status want, const char *words)
 {
-  if (got != want) fail_msg("status %s, not %s: %s", swathe_status_text(got), swathe_status_text(want),
-                            swathe_error());
+  if (got != want)
+    fail_msg("status %s, not %s: %s", swathe_status_text(got), swathe_status_text(want),
+             swathe_error());
   if (!strstr(swathe_error(), words)) fail_msg("'%s' is not in: %s", words, swathe_error());
 }
 
@@ -578,7 +603,8 @@ static void misuse_is_refused_in_words(void **state)
   expect_words(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_UNSUPPORTED, "cuda");
   problem.target = SWATHE_CPU;
   problem.window_left = -1;
-  expect_words(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_BAD_PROBLEM, "window_left");
+  expect_words(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_BAD_PROBLEM,
+               "window_left");
   share_free(share);
   sequence_free(sequence);
 }
@@ -589,7 +615,8 @@ static void require_mode_refuses_a_miss(void **state)
   struct swathe_context *strict = open_context(1, SWATHE_REQUIRE);
   struct swathe_layer *layer = NULL;
   (void)state;
-  expect_words(swathe_layer_create(strict, &problem, NULL, &layer), SWATHE_NOT_FOUND, "swathe tune --problem");
+  expect_words(swathe_layer_create(strict, &problem, NULL, &layer), SWATHE_NOT_FOUND,
+               "swathe tune --problem");
   swathe_close(strict);
 }
 
@@ -605,8 +632,8 @@ static void *create_layer(void *arg)
 {
   struct disagreeing *self = arg;
   struct swathe_layer *layer = NULL;
-  self->status =
-      swathe_layer_create(context, &self->problem, swathe_threads_rank(self->threads, self->rank), &layer);
+  self->status = swathe_layer_create(context, &self->problem,
+                                     swathe_threads_rank(self->threads, self->rank), &layer);
   snprintf(self->words, sizeof self->words, "%s", swathe_error());
   swathe_layer_destroy(layer);
   return NULL;

@@ -51,7 +51,8 @@ static void init_is_what_the_header_says(void **state)
   swathe_problem_format(&problem, text, sizeof text);
   assert_string_equal(text, "q_heads=1,kv_heads=1,head_dim_qk=64,head_dim_v=64,"
                             "window_left=unlimited,window_right=0,dtype=f32,sinks=0,softcap=0,"
-                            "scale=0,halo_gradient=f32,target=cpu,layout=contiguous,ranks=1,tokens_per_rank=4096");
+                            "scale=0,halo_gradient=f32,target=cpu,layout=contiguous,ranks=1,"
+                            "tokens_per_rank=4096");
 }
 
 // Each field by itself, and the text it must give.

@@ -1,5 +1,5 @@
 // test_sequence.c: the bench that tests of sharded attention stand on.  A pretended layer copies
-// the reference's answers into the shares; that must pass, and each way of spoiling it must be seen.
+// the reference's answers into the shares; that must pass, and each way to spoil it must be seen.
 #include "sequence.h"
 
 #include <math.h>

@@ -1,5 +1,5 @@
-// bench_plan.c: what re-sharding costs one rank, warm: its halo plan, and with it the work lists of forward
-// and backward.  Best of many, in CPU time of the thread.
+// bench_plan.c: what re-sharding costs one rank, warm: its halo plan, and with it the work lists of
+// forward and backward.  Best of many, in CPU time of the thread.
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -69,12 +69,12 @@ static void measure(const struct shape *shape)
     const double all_us = thread_us() - begin_us;
     if (all_us < best_all_us) best_all_us = all_us;
   }
-  printf(
-      "%-24s %5d ranks %4lld documents of %7lld, window %5lld: %7.1f us, with work %7.1f us  (%lld spans, %lld needs, "
-      "%lld sends, %lld peers)\n",
-      shape->name, shape->ranks, (long long)shape->documents, (long long)shape->document_tokens,
-      (long long)shape->window, best_us, best_all_us, (long long)plan->span_count, (long long)plan->need_count,
-      (long long)plan->send_count, (long long)plan->receive_message_count);
+  printf("%-24s %5d ranks %4lld documents of %7lld, window %5lld: %7.1f us, with work %7.1f us  "
+         "(%lld spans, %lld needs, %lld sends, %lld peers)\n",
+         shape->name, shape->ranks, (long long)shape->documents, (long long)shape->document_tokens,
+         (long long)shape->window, best_us, best_all_us, (long long)plan->span_count,
+         (long long)plan->need_count, (long long)plan->send_count,
+         (long long)plan->receive_message_count);
   for (int d = 0; d < 2; d++) sw_work_free(&work[d]);
   sw_halo_planner_destroy(planner);
   free((void *)(uintptr_t)sharding.spans);
