@@ -1,10 +1,11 @@
 # embed.cmake: text files -> one C file that holds them.
 #
-#   cmake -DOUTPUT=file.c -DTABLE=sw_generator_texts -DROOT=dir -DFILES=generator/emit.lua,... -P embed.cmake
+#   cmake -DOUTPUT=file.c -DTABLE=sw_generator_texts -DROOT=dir -DFILES=generator/emit.lua,... \
+#         -P embed.cmake
 #
-# The C file defines `const struct sw_embedded TABLE[]`, ended by a row of zeros; its type is declared by
-# whoever uses it: { const char *name; const char *text; size_t size; }.  Names are relative to ROOT.
-# `const char TABLE_digest[]` is a SHA-256 over all of them.
+# The C file defines `const struct sw_embedded TABLE[]`, ended by a row of zeros; its type is
+# declared by whoever uses it: { const char *name; const char *text; size_t size; }.  Names are
+# relative to ROOT.  `const char TABLE_digest[]` is a SHA-256 over all of them.
 set(code "// Made by scripts/embed.cmake; change the files it names, not this.\n")
 string(APPEND code "#include <stddef.h>\n\n")
 string(APPEND code "struct sw_embedded { const char *name; const char *text; size_t size; };\n")
@@ -17,7 +18,8 @@ foreach(name IN LISTS files)
   string(LENGTH "${hex}" digits)
   math(EXPR size "${digits} / 2")
   string(REGEX REPLACE "([0-9a-f][0-9a-f])" "0x\\1," bytes "${hex}")
-  string(REGEX REPLACE "(................................................................................)" "\\1\n" bytes "${bytes}")
+  string(REPEAT . 80 line)
+  string(REGEX REPLACE "(${line})" "\\1\n" bytes "${bytes}")
   string(APPEND code "static const unsigned char text_${index}[] = {\n${bytes}0 };\n")
   string(APPEND rows "  { \"${name}\", (const char *)text_${index}, ${size} },\n")
   math(EXPR index "${index} + 1")
