@@ -4,7 +4,8 @@
 //
 // A key's gradient needs lse and delta of every query that sees it.  With a narrow window these
 // come from the reference too; where that would take too long they are the run's own, and the
-// report says so.
+// report says so.  In bf16 delta is always made of the run's own out, which is checked beside it:
+// backward is given the rounded out, and that rounding is forward's error, not its own.
 #include "check.h"
 
 #include <inttypes.h>
@@ -292,6 +293,21 @@ static void compare_row(struct worker *worker, enum cli_array array, const doubl
   compare(&worker->errors[array], arrays->data[array] + row * elements, wanted, elements, row);
 }
 
+// sum(out * dout) of the run's own out.
+static void take_own_delta(struct comparison *c, int64_t row)
+{
+  const struct cli_arrays *arrays = c->check->arrays;
+  const int64_t heads = c->problem->q_heads, dim = c->problem->head_dim_v;
+
+  for (int64_t h = 0; h < heads; h++) {
+    const float *out = arrays->data[CLI_ARRAY_OUT] + (row * heads + h) * dim;
+    const float *dout = arrays->data[CLI_ARRAY_DOUT] + (row * heads + h) * dim;
+    double sum = 0;
+    for (int64_t d = 0; d < dim; d++) sum += (double)out[d] * (double)dout[d];
+    c->delta[row * heads + h] = sum;
+  }
+}
+
 static void work_query(struct worker *worker, int64_t batch, int64_t token)
 {
   struct comparison *c = worker->comparison;
@@ -301,28 +317,23 @@ static void work_query(struct worker *worker, int64_t batch, int64_t token)
   if (!(c->marks[row] & NEEDED)) return;
   swathe_reference_query(c->problem, &c->sequence, batch, token, worker->first,
                          c->lse + row * heads, delta);
+  if (delta && c->problem->dtype == SWATHE_BF16) take_own_delta(c, row);
   if (!(c->marks[row] & CHOSEN)) return;
   compare_row(worker, CLI_ARRAY_OUT, worker->first, row);
   compare_row(worker, CLI_ARRAY_LSE, c->lse + row * heads, row);
 }
 
-// lse and sum(out * dout) of the run itself.
+// lse and delta of the run itself.
 static void work_own(struct worker *worker, int64_t batch, int64_t token)
 {
   struct comparison *c = worker->comparison;
   const struct cli_arrays *arrays = c->check->arrays;
   const int64_t row = batch * c->sequence.tokens + token, heads = c->problem->q_heads;
-  const int64_t dim = c->problem->head_dim_v;
 
   if (c->marks[row] & NEEDED) return;
-  for (int64_t h = 0; h < heads; h++) {
-    const float *out = arrays->data[CLI_ARRAY_OUT] + (row * heads + h) * dim;
-    const float *dout = arrays->data[CLI_ARRAY_DOUT] + (row * heads + h) * dim;
-    double sum = 0;
-    for (int64_t d = 0; d < dim; d++) sum += (double)out[d] * (double)dout[d];
+  for (int64_t h = 0; h < heads; h++)
     c->lse[row * heads + h] = (double)arrays->data[CLI_ARRAY_LSE][row * heads + h];
-    c->delta[row * heads + h] = sum;
-  }
+  take_own_delta(c, row);
 }
 
 static void work_dq(struct worker *worker, int64_t batch, int64_t token)
