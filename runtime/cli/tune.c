@@ -5,8 +5,6 @@
 
 #include <inttypes.h>
 #include <signal.h>
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
@@ -30,29 +28,6 @@ static void catch_signals(void)
   sigemptyset(&action.sa_mask);
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-}
-
-static const char *set_variable(const char *name)
-{
-  const char *value = getenv(name);
-  return value && *value ? value : NULL;
-}
-
-// Where the picks are kept.  The library has no call that says it, so this follows the order that
-// its options document.
-static const char *database_words(const struct cli_args *args, char *text, size_t size)
-{
-  const char *cache =
-      args->value[CLI_CACHE] ? args->value[CLI_CACHE] : set_variable("SWATHE_CACHE_DIR");
-  const char *xdg = set_variable("XDG_CACHE_HOME"), *home = set_variable("HOME");
-
-  if (args->value[CLI_DATABASE]) return args->value[CLI_DATABASE];
-  if (set_variable("SWATHE_DB")) return set_variable("SWATHE_DB");
-  if (cache) snprintf(text, size, "%s/tuning.db", cache);
-  else if (xdg) snprintf(text, size, "%s/swathe/tuning.db", xdg);
-  else if (home) snprintf(text, size, "%s/.cache/swathe/tuning.db", home);
-  else snprintf(text, size, "tuning.db in the cache directory; 'swathe doctor' shows its path");
-  return text;
 }
 
 // ---- What the rules of the space turned away ----------------------------------------------------
@@ -110,12 +85,13 @@ static void print_refused(const struct refused *refused, bool verbose)
 static json_t *tuned_json(enum swathe_direction direction, const struct swathe_tuned *tuned,
                           const struct refused *refused)
 {
-  return json_pack("{s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:b, s:O}", "kernel",
+  return json_pack("{s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:I, s:b, s:o, s:b, s:O}", "kernel",
                    direction_names[direction], "config", tuned->config, "best_us",
                    cli_report_real(tuned->best_us), "default_us",
                    cli_report_real(tuned->default_us), "ratio", cli_report_real(tuned->ratio),
                    "tried", (json_int_t)tuned->tried, "rejected", (json_int_t)tuned->rejected,
-                   "failed", (json_int_t)tuned->failed, "reused", tuned->reused, "refused",
+                   "failed", (json_int_t)tuned->failed, "reused", tuned->reused, "limit_share",
+                   cli_report_real(tuned->limit_share), "noisy", tuned->noisy, "refused",
                    refused->rules);
 }
 
@@ -131,6 +107,11 @@ static void print_tuned(enum swathe_direction direction, const struct swathe_tun
   if (tuned->best_us > 0)
     printf("  time      %s, %.3f of the default's %s\n", cli_report_time(tuned->best_us).text,
            tuned->ratio, cli_report_time(tuned->default_us).text);
+  if (tuned->limit_share > 0)
+    printf("  limit     %.2f of this machine's multiply-add or memory peak%s\n", tuned->limit_share,
+           tuned->good_enough ? ": good enough to end" : "");
+  if (tuned->noisy)
+    printf("  noise     others used the machine meanwhile; tune again when it is quiet\n");
   if (tuned->reused) printf("  measured  before: the database had it; --again measures anew\n");
   else
     printf("  measured  %" PRId64 " candidates, %" PRId64 " rejected (wrong result), %" PRId64
@@ -157,8 +138,7 @@ static enum cli_exit tune(const struct cli_args *args, const struct cli_given *g
     code = cli_fail(CLI_BAD_USE, "--budget %s: more than 0 seconds", args->value[CLI_BUDGET]);
   if (code) return code;
 
-  char text[4200];
-  const char *database = database_words(args, text, sizeof text);
+  const char *database = swathe_database_path(given->context);
   catch_signals();
   cli_progress_begin(&progress, stderr);
   const enum swathe_status status = swathe_tune(given->context, &given->problem, &options, tuned);
