@@ -225,7 +225,7 @@ static void measure(struct sw_gen *gen, struct sw_jit *jit, const char *isa, con
   stop_on(sw_gen_emit(gen, &request, config, &source), "emit");
   struct sw_jit_image *image =
     compile(jit, "backward", source.text, source.flags, isa, &compile_s);
-  const bool pairs = problem.dtype == SWATHE_BF16 && !strcmp(isa, "avx512bf16");
+  const bool pairs = strstr(source.text, "return dot_pair(");   // only where products are by pairs
   const double peak = measure_peak(jit, source.flags, isa, pairs);
   const double speed = count_flops(&problem) / time_items(&problem, image);
   printf("%s\n  %s\n  %.1f of %.1f Gflop/s = %.2f of the peak; compiled in %.2f s\n", text, config,
