@@ -15,18 +15,6 @@ void cli_progress_begin(struct cli_progress *progress, FILE *file)
   progress->terminal = isatty(fileno(file)) == 1;
 }
 
-double cli_progress_left(const struct swathe_progress *now)
-{
-  const double budget_left = now->budget_s - now->elapsed_s;
-  double left = budget_left > 0 ? budget_left : 0;
-
-  if (now->tried > 0 && now->total >= now->tried) {
-    const double by_pace = now->elapsed_s / (double)now->tried * (double)(now->total - now->tried);
-    if (by_pace < left) left = by_pace;
-  }
-  return left;
-}
-
 static int terminal_columns(FILE *file)
 {
   struct winsize size;
@@ -37,15 +25,14 @@ static int terminal_columns(FILE *file)
 // How far the direction is, by what comes first: the candidates' end or the budget's.
 static double fraction_done(const struct swathe_progress *now)
 {
-  const double left = cli_progress_left(now);
-  const double whole = now->elapsed_s + left;
+  const double whole = now->elapsed_s + now->left_s;
   return whole > 0 ? now->elapsed_s / whole : 0;
 }
 
 // "forward 42 of 310, 0:31 left, best 0.81 of default".  The candidates' count is an upper bound.
 static void describe(const struct swathe_progress *now, char *text, size_t size)
 {
-  const int left_s = (int)(cli_progress_left(now) + 0.5);
+  const int left_s = (int)(now->left_s + 0.5);
   const char *name = now->direction == SWATHE_BACKWARD ? "backward" : "forward";
   const int used = snprintf(text, size, "%s %" PRId64 " of %" PRId64 " tried, %d:%02d left", name,
                             now->tried, now->total, left_s / 60, left_s % 60);

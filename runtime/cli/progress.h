@@ -20,7 +20,4 @@ void cli_progress_show(void *arg, const struct swathe_progress *now);
 // Leaves the cursor on a fresh line.
 void cli_progress_end(struct cli_progress *progress);
 
-// Seconds left as far as can be told: by the pace so far, never more than the budget has left.
-double cli_progress_left(const struct swathe_progress *now);
-
 #endif
