@@ -189,6 +189,37 @@ static void shapes_of_real_models(void **state)
   }
 }
 
+// Backward on pairs of bf16 is no default; where the processor has the instruction, it is right too.
+static void backward_on_pairs_is_right(void **state)
+{
+  const struct swathe_problem problem =
+      problem_of("q_heads=14,kv_heads=2,head_dim_qk=72,head_dim_v=40,window_left=90,"
+                 "window_right=3,sinks=1,dtype=bf16,ranks=3");
+  const struct swathe_sharding sharding = { .layout = SWATHE_ZIGZAG,
+                                            .ranks = 3,
+                                            .batch = 1,
+                                            .tokens = 500 };
+  static const char *const configs[2] = {
+    NULL, "vectors=2,pack=7,panels=2,rows_k=8,rows_d=8,rows_j=8,vectors_d=1,block_k=64,"
+          "ring_blocks=128,pairs=1" };
+  struct sequence *sequence = sequence_make(&problem, &sharding, 6, 1);
+  const struct group_case group = { .context = context,
+                                    .problem = &problem,
+                                    .sharding = &sharding,
+                                    .configs = configs,
+                                    .script = "fb" };
+  char words[1024] = "";
+  (void)state;
+
+  sequence_solve(sequence);
+  const enum swathe_status status = group_run(&group, sequence, NULL, words, sizeof words);
+  const bool right =
+      !status && sequence_compare(sequence, true, tolerance_of(&problem, 1), words, sizeof words);
+  sequence_free(sequence);
+  if (status == SWATHE_BAD_CONFIG && strstr(words, "pairs are for bf16")) skip();
+  if (!right) fail_msg("%s", words);
+}
+
 // Copies of everything that was computed, to compare bits.
 struct bits {
   float *arrays[SEQUENCE_ARRAYS];
@@ -665,6 +696,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(results_equal_the_reference),
     cmocka_unit_test(shapes_of_real_models),
+    cmocka_unit_test(backward_on_pairs_is_right),
     cmocka_unit_test(results_are_bit_equal),
     cmocka_unit_test(error_does_not_grow_with_ranks),
     cmocka_unit_test(layers_interleave),
