@@ -21,6 +21,7 @@
 
 #include "group.h"
 #include "layer.h"
+#include "scratch.h"
 
 enum { MOST_RANKS = 16 };
 
@@ -28,7 +29,7 @@ enum { MOST_RANKS = 16 };
 #define SMALL "q_heads=2,head_dim_qk=16,head_dim_v=16"
 
 static struct swathe_context *context;
-static char temporary[] = "/tmp/swathe-test-cases-XXXXXX";
+static const char *temporary;
 static const char *cache;
 
 // ---- Around every case --------------------------------------------------------------------------
@@ -45,7 +46,8 @@ static int set_up(void **state)
 {
   const char *kept = getenv("TEST_CACHE_DIR");
   (void)state;
-  if (!mkdtemp(temporary)) return -1;
+  temporary = scratch_make("cases");
+  if (!temporary) return -1;
   cache = kept && *kept ? kept : temporary;
   context = open_context("");
   return 0;
@@ -53,11 +55,8 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-  char command[64];
-  (void)state;
   swathe_close(context);
-  snprintf(command, sizeof command, "rm -rf %s", temporary);
-  return system(command);
+  return scratch_remove(state);
 }
 
 // A whole sequence and who holds it.

@@ -9,22 +9,16 @@
 #include <cmocka.h>
 
 #include "layer.h"
+#include "scratch.h"
 
-static char root[] = "/tmp/swathe-test-choose-XXXXXX";
+static const char *root;
 static int databases;
 
 static int set_up(void **state)
 {
   (void)state;
-  return mkdtemp(root) ? 0 : -1;
-}
-
-static int tear_down(void **state)
-{
-  char command[64];
-  (void)state;
-  snprintf(command, sizeof command, "rm -rf %s", root);
-  return system(command);
+  root = scratch_make("choose");
+  return root ? 0 : -1;
 }
 
 static struct swathe_context *open_context(const char *database)
@@ -190,5 +184,5 @@ int main(void)
     cmocka_unit_test(configs_the_generator_refuses_are_passed_over),
     cmocka_unit_test(hops_follow_from_window_and_shares),
   };
-  return cmocka_run_group_tests(tests, set_up, tear_down);
+  return cmocka_run_group_tests(tests, set_up, scratch_remove);
 }

@@ -13,31 +13,15 @@
 
 #include <cmocka.h>
 
-static char directory[] = "/tmp/test_cli_XXXXXX";
-static char binary[4096];
+#include "scratch.h"
+
+static const char *binary;
 
 static int make_directory(void **state)
 {
   (void)state;
-  const char *command = getenv("TEST_COMMAND");
-  if (!command || !realpath(command, binary)) {
-    print_error("TEST_COMMAND must name the swathe binary\n");
-    return -1;
-  }
-  if (!mkdtemp(directory) || chdir(directory)) return -1;
-  setenv("HOME", directory, 1);
-  unsetenv("SWATHE_DB");
-  unsetenv("SWATHE_CACHE_DIR");
-  unsetenv("XDG_CACHE_HOME");
-  return 0;
-}
-
-static int remove_directory(void **state)
-{
-  (void)state;
-  char command[128];
-  snprintf(command, sizeof command, "rm -rf %s", directory);
-  return system(command);
+  binary = scratch_home("cli");
+  return binary ? 0 : -1;
 }
 
 // ---- Running it ---------------------------------------------------------------------------------
@@ -47,17 +31,6 @@ struct outcome {
   char *out, *err;
 };
 
-static char *read_text(const char *path)
-{
-  FILE *file = fopen(path, "rb");
-  char *text = calloc(1, 4 << 20);
-  assert_non_null(file);
-  assert_non_null(text);
-  (void)!fread(text, 1, (4 << 20) - 1, file);
-  fclose(file);
-  return text;
-}
-
 // `prefix` goes before the binary: variables, or a command that runs it.
 static struct outcome run_prefixed(const char *prefix, const char *words)
 {
@@ -65,7 +38,7 @@ static struct outcome run_prefixed(const char *prefix, const char *words)
   snprintf(command, sizeof command, "%s '%s' %s >stdout 2>stderr", prefix, binary, words);
   const int status = system(command);
   if (!WIFEXITED(status)) fail_msg("swathe %s: ended by signal %d", words, WTERMSIG(status));
-  return (struct outcome){ WEXITSTATUS(status), read_text("stdout"), read_text("stderr") };
+  return (struct outcome){ WEXITSTATUS(status), scratch_read("stdout"), scratch_read("stderr") };
 }
 
 static void release(struct outcome *outcome)
@@ -195,7 +168,7 @@ static void fails_when_stdout_is_full(void **state)
   char command[8192];
   snprintf(command, sizeof command, "'%s' models >/dev/full 2>stderr", binary);
   const int status = system(command);
-  char *err = read_text("stderr");
+  char *err = scratch_read("stderr");
   assert_int_equal(WEXITSTATUS(status), 1);
   assert_non_null(strstr(err, "stdout could not be written"));
   free(err);
@@ -327,7 +300,7 @@ static void the_banner_makes_the_same_source(void **state)
   release(&second);
 
   expect("emit backward --model gpt-oss-20b --isa avx2 --output kernel.c", 0, "", NULL);
-  char *written = read_text("kernel.c");
+  char *written = scratch_read("kernel.c");
   assert_string_equal(first.out, written);
   free(written);
   release(&first);
@@ -584,5 +557,5 @@ int main(void)
     cmocka_unit_test(tune_tells_what_rules_turned_away),
     cmocka_unit_test(an_interrupted_tune_says_so),
   };
-  return cmocka_run_group_tests(tests, make_directory, remove_directory);
+  return cmocka_run_group_tests(tests, make_directory, scratch_remove);
 }

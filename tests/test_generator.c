@@ -16,10 +16,11 @@
 #include <cmocka.h>
 
 #include "runtime/gen.h"
+#include "scratch.h"
 
 #define COUNT(array) (sizeof(array) / sizeof(array)[0])
 
-static char fixtures[256];          // the copy with the fixtures in it
+static const char *fixtures;         // the copy with the fixtures in it
 static struct sw_gen *fixture_gen;  // opened on it
 static struct sw_gen *real_gen;     // the built-in texts
 
@@ -29,26 +30,14 @@ static const char *source_directory(void)
   return directory ? directory : ".";
 }
 
-static void shell(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static void shell(const char *format, ...)
-{
-  char command[2048];
-  va_list args;
-  va_start(args, format);
-  vsnprintf(command, sizeof command, format, args);
-  va_end(args);
-  if (system(command)) fail_msg("%s", command);
-}
-
 static int open_generators(void **state)
 {
   (void)state;
-  const char *tmp = getenv("TMPDIR");
-  snprintf(fixtures, sizeof fixtures, "%s/swathe_generator_XXXXXX", tmp ? tmp : "/tmp");
-  if (!mkdtemp(fixtures)) return -1;
-  shell("cp -r '%s/generator' '%s/templates' '%s'", source_directory(), source_directory(),
+  fixtures = scratch_make("generator");
+  if (!fixtures) return -1;
+  scratch_shell("cp -r '%s/generator' '%s/templates' '%s'", source_directory(), source_directory(),
         fixtures);
-  shell("cp -r '%s/tests/fixtures/generator/.' '%s'", source_directory(), fixtures);
+  scratch_shell("cp -r '%s/tests/fixtures/generator/.' '%s'", source_directory(), fixtures);
   if (sw_gen_open(fixtures, &fixture_gen) || sw_gen_open(NULL, &real_gen)) {
     print_error("%s\n", swathe_error());
     return -1;
@@ -58,11 +47,9 @@ static int open_generators(void **state)
 
 static int close_generators(void **state)
 {
-  (void)state;
   sw_gen_close(fixture_gen);
   sw_gen_close(real_gen);
-  shell("rm -rf '%s'", fixtures);
-  return 0;
+  return scratch_remove(state);
 }
 
 // A request about `text` over the plain problem; the problem is the caller's.
@@ -166,7 +153,8 @@ static void templates_know_no_world(void **state)
     struct swathe_problem problem;
     struct sw_gen_source source;
     const struct sw_gen_request request = request_for("reaches_out", "avx2", "", &problem);
-    shell("printf '//@ local x = %s\\n' > '%s/templates/cpu/reaches_out.c'", names[i], fixtures);
+    scratch_shell("printf '//@ local x = %s\\n' > '%s/templates/cpu/reaches_out.c'", names[i],
+                  fixtures);
     assert_int_equal(sw_gen_emit(fixture_gen, &request, "knob=1", &source), SWATHE_EMIT);
     expect_words(names[i], "which nothing declares");
   }
@@ -181,12 +169,13 @@ static void modules_know_no_world(void **state)
     "string.dump(1)", "math.random()", "math.randomseed(1)", "collectgarbage()", "print(1)",
     "warn(1)",
   };
-  shell("mkdir '%s/world' && cp -r '%s/generator' '%s/world'", fixtures, fixtures, fixtures);
+  scratch_shell("mkdir '%s/world' && cp -r '%s/generator' '%s/world'", fixtures, fixtures,
+                fixtures);
   for (size_t i = 0; i < COUNT(reaches); i++) {
     struct sw_gen *gen;
     char directory[300];
     snprintf(directory, sizeof directory, "%s/world", fixtures);
-    shell("printf 'return { %s }' > '%s/generator/models.lua'", reaches[i], directory);
+    scratch_shell("printf 'return { %s }' > '%s/generator/models.lua'", reaches[i], directory);
     assert_int_equal(sw_gen_open(directory, &gen), SWATHE_EMIT);
     expect_words(reaches[i], "generator/models.lua:1: attempt to");
     expect_words(reaches[i], "a nil value");
@@ -200,14 +189,14 @@ static void directories_are_checked(void **state)
   assert_int_equal(sw_gen_open("/no/such/place", &gen), SWATHE_EMIT);
   expect_words("no directory", "/no/such/place/generator/emit.lua cannot be opened");
 
-  shell("mkdir '%s/bad' && cp -r '%s/generator' '%s/bad'", fixtures, fixtures, fixtures);
-  shell("printf '\\033Lua' > '%s/bad/generator/models.lua'", fixtures);
+  scratch_shell("mkdir '%s/bad' && cp -r '%s/generator' '%s/bad'", fixtures, fixtures, fixtures);
+  scratch_shell("printf '\\033Lua' > '%s/bad/generator/models.lua'", fixtures);
   char directory[300];
   snprintf(directory, sizeof directory, "%s/bad", fixtures);
   assert_int_equal(sw_gen_open(directory, &gen), SWATHE_EMIT);
   expect_words("bytecode", "attempt to load a binary chunk");
 
-  shell("head -c 2000000 /dev/zero > '%s/bad/generator/models.lua'", fixtures);
+  scratch_shell("head -c 2000000 /dev/zero > '%s/bad/generator/models.lua'", fixtures);
   assert_int_equal(sw_gen_open(directory, &gen), SWATHE_EMIT);
   expect_words("large file", "models.lua is larger than");
 }

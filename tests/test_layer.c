@@ -13,6 +13,7 @@
 #include <cmocka.h>
 
 #include "group.h"
+#include "scratch.h"
 
 // Counts allocations; a sanitizer brings an allocator of its own, and then this one stays away.
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
@@ -33,7 +34,7 @@ void *realloc(void *memory, size_t bytes)
 #endif
 
 static struct swathe_context *context;
-static char scratch[] = "/tmp/swathe-test-layer-XXXXXX";
+static const char *scratch;
 static const char *cache;  // of compiled kernels: $TEST_CACHE_DIR, kept, or in `scratch`
 
 static struct swathe_context *open_context(int32_t threads, enum swathe_mode mode)
@@ -50,7 +51,8 @@ static struct swathe_context *open_context(int32_t threads, enum swathe_mode mod
 static int set_up(void **state)
 {
   (void)state;
-  if (!mkdtemp(scratch)) return -1;
+  scratch = scratch_make("layer");
+  if (!scratch) return -1;
   cache = getenv("TEST_CACHE_DIR");
   if (!cache) cache = scratch;
   context = open_context(1, SWATHE_REPLAY);
@@ -59,11 +61,8 @@ static int set_up(void **state)
 
 static int tear_down(void **state)
 {
-  char command[128];
-  (void)state;
   swathe_close(context);
-  snprintf(command, sizeof command, "rm -rf %s", scratch);
-  return system(command);
+  return scratch_remove(state);
 }
 
 static struct swathe_problem problem_of(const char *text)
@@ -189,7 +188,7 @@ static void shapes_of_real_models(void **state)
   }
 }
 
-// Backward on pairs of bf16 is no default; where the processor has the instruction, it is right too.
+// Backward on pairs of bf16 is no default; where the processor has them, it is right too.
 static void backward_on_pairs_is_right(void **state)
 {
   const struct swathe_problem problem =

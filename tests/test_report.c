@@ -16,32 +16,15 @@
 #include <sqlite3.h>
 
 #include "../tuning_db/db.h"
+#include "scratch.h"
 
-static char directory[] = "/tmp/test_report_XXXXXX";
-static char binary[4096];
+static const char *binary;
 
 static int make_directory(void **state)
 {
   (void)state;
-  const char *command = getenv("TEST_COMMAND");
-  if (!command || !realpath(command, binary)) {
-    print_error("TEST_COMMAND must name the swathe binary\n");
-    return -1;
-  }
-  if (!mkdtemp(directory) || chdir(directory)) return -1;
-  setenv("HOME", directory, 1);
-  unsetenv("SWATHE_DB");
-  unsetenv("SWATHE_CACHE_DIR");
-  unsetenv("XDG_CACHE_HOME");
-  return 0;
-}
-
-static int remove_directory(void **state)
-{
-  (void)state;
-  char command[128];
-  snprintf(command, sizeof command, "rm -rf %s", directory);
-  return system(command);
+  binary = scratch_home("report");
+  return binary ? 0 : -1;
 }
 
 // ---- Databases and pages ------------------------------------------------------------------------
@@ -100,17 +83,6 @@ static void plant(const char *path, const char *sql)
   sqlite3_close(connection);
 }
 
-static char *read_text(const char *path)
-{
-  FILE *file = fopen(path, "rb");
-  char *text = calloc(1, 8 << 20);
-  assert_non_null(file);
-  assert_non_null(text);
-  (void)!fread(text, 1, (8 << 20) - 1, file);
-  fclose(file);
-  return text;
-}
-
 // `swathe db WORDS`; its exit status.
 static int run_db(const char *words)
 {
@@ -134,10 +106,10 @@ static char *page_of(const char *words)
   char more[4096];
   snprintf(more, sizeof more, "%s --output page.html", words);
   const int status = run(more);
-  char *err = read_text("stderr");
+  char *err = scratch_read("stderr");
   if (status) fail_msg("db report %s: exit %d: %s", words, status, err);
   free(err);
-  return read_text("page.html");
+  return scratch_read("page.html");
 }
 
 static int64_t count_of(const char *page, const char *text)
@@ -380,7 +352,7 @@ static void rows_that_make_no_sense_are_left_out(void **state)
     char sql[256];
     snprintf(sql, sizeof sql, "UPDATE sample SET %s WHERE id = 2", changes[i]);
     plant("senseless.db", sql);
-    char *page = page_of("--database senseless.db"), *err = read_text("stderr");
+    char *page = page_of("--database senseless.db"), *err = scratch_read("stderr");
     if (!strstr(page, "Samples: 1,")) fail_msg("%s: the row counts", changes[i]);
     if (!strstr(err, "sample 2 is skipped")) fail_msg("%s: no warning", changes[i]);
     free(page);
@@ -461,7 +433,7 @@ static void options_choose_problems(void **state)
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     char words[256], said[64];
     snprintf(words, sizeof words, "--database chosen.db --json %s", rows[i].words);
-    char *page = page_of(words), *out = read_text("stdout");
+    char *page = page_of(words), *out = scratch_read("stdout");
     snprintf(said, sizeof said, "\"problems\": %d,", rows[i].problems);
     if (!strstr(out, said)) fail_msg("%s: not %s in %s", words, said, out);
     if (!rows[i].problems) expect_text(page, "Nothing tuned yet", true);
@@ -474,19 +446,19 @@ static void says_where_it_wrote_or_why_not(void **state)
 {
   (void)state;
   assert_int_equal(run("--database nowhere.db --output page.html"), 0);
-  char *out = read_text("stdout");
+  char *out = scratch_read("stdout");
   assert_non_null(strstr(out, "page.html\n  problems 0, kernels 0, samples 0, bytes "));
   free(out);
   assert_int_equal(run("--database nowhere.db"), 0);
-  out = read_text("stdout");
+  out = scratch_read("stdout");
   assert_non_null(strstr(out, "<!DOCTYPE html>"));
   free(out);
   assert_int_equal(run("--database nowhere.db --output missing/page.html"), 1);
-  out = read_text("stderr");
+  out = scratch_read("stderr");
   assert_non_null(strstr(out, "missing/page.html cannot be written: "));
   free(out);
   assert_int_equal(run("--tokens 4096"), 2);
-  out = read_text("stderr");
+  out = scratch_read("stderr");
   assert_non_null(strstr(out, "--tokens needs --ranks too"));
   free(out);
 }
@@ -496,7 +468,7 @@ static void says_where_it_wrote_or_why_not(void **state)
 static void expect_screen(const char *words, const char *text, bool there)
 {
   assert_int_equal(run_db(words), 0);
-  char *out = read_text("stdout");
+  char *out = scratch_read("stdout");
   if (!strstr(out, text) == there)
     fail_msg("db %s: '%s' %s in\n%s", words, text, there ? "is not" : "is", out);
   free(out);
@@ -562,5 +534,5 @@ int main(void)
     cmocka_unit_test(show_gives_the_best_in_full_and_then_differences),
     cmocka_unit_test(screens_replace_strange_characters),
   };
-  return cmocka_run_group_tests(tests, make_directory, remove_directory);
+  return cmocka_run_group_tests(tests, make_directory, scratch_remove);
 }

@@ -82,13 +82,15 @@ static int set_up(void **state)
   (void)state;
   if (!source || !(root = scratch_make("tune"))) return -1;
   snprintf(generator, sizeof generator, "%s/gen", root);
-  scratch_shell("mkdir %s && cp -r '%s/generator' '%s/templates' %s", generator, source, source, generator);
+  scratch_shell("mkdir %s && cp -r '%s/generator' '%s/templates' %s", generator, source, source,
+                generator);
   scratch_shell("mv %s/generator/spaces.lua %s/generator/spaces_real.lua", generator, generator);
   write_file("generator/spaces.lua", "w", spaces);
   write_file("templates/cpu/renamed", "w",
              "//@ if SABOTAGE ~= 0 then\n#define forward forward_real\n"
              "#define forward_workspace forward_workspace_real\n//@ end\n");
-  scratch_shell("cd %s/templates/cpu && cat renamed forward.c > spoilt && mv spoilt forward.c", generator);
+  scratch_shell("cd %s/templates/cpu && cat renamed forward.c > spoilt && mv spoilt forward.c",
+                generator);
   write_file("templates/cpu/forward.c", "a", spoilt);
   return 0;
 }
