@@ -9,12 +9,14 @@
 #include <string.h>
 #include <time.h>
 
-double sw_layer_now_us(void)
+double sw_layer_now_s(void)
 {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
-  return 1e6 * (double)time.tv_sec + 1e-3 * (double)time.tv_nsec;
+  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
 }
+
+double sw_layer_now_us(void) { return 1e6 * sw_layer_now_s(); }
 
 int32_t sw_layer_rank(const struct swathe_layer *layer)
 {

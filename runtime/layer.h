@@ -170,7 +170,8 @@ enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer
 // Room for a float per unit, batch row and query head.
 enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units);
 
-// Microseconds of the monotonic clock.
+// The monotonic clock.
+double sw_layer_now_s(void);
 double sw_layer_now_us(void);
 
 // The rank's own rows from `row` on.

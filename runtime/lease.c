@@ -10,12 +10,7 @@
 #include <time.h>
 #include <unistd.h>
 
-static double now_s(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
+#include "layer.h"
 
 // The owner's number as its file has it; 0 if it has none yet.
 static long owner_of(int file)
@@ -37,7 +32,7 @@ static void sign(int file)
 static enum swathe_status wait_for_it(int file, const char *name, double wait_s,
                                       const volatile int *stop)
 {
-  const double end = now_s() + wait_s;
+  const double end = sw_layer_now_s() + wait_s;
   while (flock(file, LOCK_EX | LOCK_NB)) {
     if (errno != EWOULDBLOCK && errno != EINTR) {
       // a file system without locks: nothing can be promised, and tuning is better than not
@@ -45,7 +40,7 @@ static enum swathe_status wait_for_it(int file, const char *name, double wait_s,
       return SWATHE_OK;
     }
     if (stop && *stop) return sw_fail(SWATHE_INTERRUPTED, "stopped while another process tunes");
-    if (now_s() >= end)
+    if (sw_layer_now_s() >= end)
       return sw_fail(SWATHE_TIMEOUT,
                      "process %ld is tuning into the same database (it holds %s), and did not end "
                      "within %.0f s",

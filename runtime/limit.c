@@ -4,7 +4,6 @@
 
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 // Twelve sums, more than a multiply-add's latency needs.  PAIRS: the instruction that multiplies
 // pairs of bfloat16.  The empty assembly keeps the compiler from thinking ahead.
@@ -45,13 +44,6 @@ static const char pairs[] = "#define PAIRS\n";
 
 enum { STEPS = 12 * 1000, ITEM_BYTES = 65536, ITEMS_READ = 128, TRIES = 12 };
 
-static double now_s(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
 // The best of a few launches, in items per second; 0: it failed.
 static double best_rate(struct sw_device *device, void *kernel, const void *args, int64_t items)
 {
@@ -59,9 +51,9 @@ static double best_rate(struct sw_device *device, void *kernel, const void *args
   double best = 0;
   *(void **)&launch.kernel = kernel;
   for (int i = 0; i < TRIES; i++) {
-    const double begin = now_s();
+    const double begin = sw_layer_now_s();
     if (sw_device_launch(device, &launch)) return 0;
-    const double rate = (double)items / (now_s() - begin);
+    const double rate = (double)items / (sw_layer_now_s() - begin);
     if (rate > best) best = rate;
   }
   return best;

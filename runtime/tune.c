@@ -42,13 +42,6 @@ struct tuning {
   struct swathe_tuned *tuned;
 };
 
-static double now_s(void)
-{
-  struct timespec time;
-  clock_gettime(CLOCK_MONOTONIC, &time);
-  return (double)time.tv_sec + 1e-9 * (double)time.tv_nsec;
-}
-
 static bool stopped(const struct tuning *tuning)
 {
   return tuning->options->stop && *tuning->options->stop;
@@ -74,9 +67,9 @@ static void show_progress(const struct tuning *tuning, const char *trying)
     .tried = tuning->tried,
     .total = tuning->count,
     .refused = tuning->refused,
-    .elapsed_s = now_s() - tuning->begin_s,
+    .elapsed_s = sw_layer_now_s() - tuning->begin_s,
     .budget_s = tuning->end_s - tuning->begin_s,
-    .left_s = search->operations ? sw_search_left_s(search) : tuning->end_s - now_s(),
+    .left_s = search->operations ? sw_search_left_s(search) : tuning->end_s - sw_layer_now_s(),
     .default_us = search->default_us,
     .best_us = search->default_us * search->best_ratio,
     .limit_share = limit_share(tuning),
@@ -242,12 +235,12 @@ static void start_building(struct tuning *tuning, struct building *building)
 // Waits for the job, watching the stop flag.
 static void finish_building(struct tuning *tuning, struct building *building)
 {
-  const double end = now_s() + compile_deadline_s;
+  const double end = sw_layer_now_s() + compile_deadline_s;
   bool done = false;
   char *log = NULL;
 
   if (!building->job) return;
-  while (!done && !stopped(tuning) && now_s() < end) {
+  while (!done && !stopped(tuning) && sw_layer_now_s() < end) {
     if (sw_jit_job_poll(building->job, &done)) break;
     if (!done) nanosleep(&(struct timespec){ .tv_nsec = 5000000 }, NULL);
   }
@@ -332,7 +325,7 @@ static enum swathe_status prepare(void *arg, const int64_t *candidates, int32_t 
   build(tuning, batch, count);
   for (int32_t i = 0; i < count && !status; i++) {
     if (stopped(tuning)) status = sw_fail(SWATHE_INTERRUPTED, "stopped; what was measured is kept");
-    else if (candidates[i] == 0 || now_s() < tuning->end_s)
+    else if (candidates[i] == 0 || sw_layer_now_s() < tuning->end_s)
       status = check_built(tuning, &batch[i], candidates[i], &verdicts[i]);
   }
   for (int32_t i = 0; i < count; i++) sw_gen_source_free(&batch[i].source);
@@ -391,7 +384,7 @@ static enum swathe_status lead(void *arg)
 static double search_now_s(void *arg)
 {
   (void)arg;
-  return now_s();
+  return sw_layer_now_s();
 }
 
 static const struct sw_search_operations operations = {
@@ -526,7 +519,7 @@ static enum swathe_status tune_both(struct call *call)
   for (int d = 0; d < 2 && !status; d++) {
     if (!wanted[d]) continue;
     // forward may use half of what there is, backward all that is left
-    const double begin = now_s(), left = call->end_s - begin;
+    const double begin = sw_layer_now_s(), left = call->end_s - begin;
     struct tuning tuning = {
       .context = call->context,
       .problem = call->problem,
@@ -565,7 +558,7 @@ enum swathe_status swathe_tune(struct swathe_context *context, const struct swat
   status = sw_db_open(context->database, SW_DB_WRITE, &call.db);  // makes its directory
   if (!status) status = sw_lease_take(context->database, wait_s, options->stop, &lease);
   if (!status) status = sw_db_session_begin(call.db, "tune", budget_s, &call.session);
-  call.end_s = now_s() + budget_s;
+  call.end_s = sw_layer_now_s() + budget_s;
   if (!status) status = tune_both(&call);
   sw_lease_give_back(&lease);
   if (call.db) sw_db_close(call.db);
