@@ -275,8 +275,9 @@ static void a_finished_pick_outlives_a_stopped_search(void **state)
   (void)state;
 
   // measured here if the test before did not
-  const struct swathe_tune_options finish = { .budget_s = 300, .trial_s = 2, .forward = true,
-                                              .memory_bytes = 512 << 20 };
+  const struct swathe_tune_options finish = {
+    .budget_s = 300, .trial_s = 2, .forward = true, .memory_bytes = 512 << 20
+  };
   if (swathe_tune(context, &problem, &finish, tuned)) fail_msg("%s", swathe_error());
   assert_string_equal(swathe_database_path(context) + strlen(root), "/verdicts.db");
   if (swathe_db_best(context, &problem, SWATHE_FORWARD, before, sizeof before, why, sizeof why))
@@ -295,7 +296,9 @@ static void one_process_tunes_at_a_time(void **state)
 {
   const struct swathe_problem problem = small_problem();
   struct swathe_context *context = open_context("leased.db");
-  struct swathe_tune_options options = { .budget_s = 1, .wait_s = 0.2, .forward = true };
+  struct swathe_tune_options options = {
+    .budget_s = 1, .wait_s = 0.2, .trial_s = 2, .forward = true
+  };
   struct swathe_tuned tuned[2];
   char path[96], owner[64];
   int ready[2];
