@@ -647,12 +647,13 @@ static void b19_the_error_does_not_grow_with_ranks(void **state)
   for (enum sequence_array a = SEQUENCE_OUT; a < SEQUENCE_ARRAYS; a++)
     if (rms[1][a] > 1.2 * rms[0][a])
       fail_msg("%s: error %g at 1 rank, %g at 8", sequence_array_name(a), rms[0][a], rms[1][a]);
-  // sums are fp32: what is left is one rounding at the end (and, in dq and dk, that of out)
+  // sums are fp32: what is left is one rounding at the end (and, in dq and dk, that of out);
+  // forward on pairs rounds P too, but sums in bf16 would be off by many times that
   for (enum sequence_array a = SEQUENCE_OUT; a < SEQUENCE_ARRAYS; a++)
     if (a != SEQUENCE_LSE) {
       print_message("%s: error %.3g at 1 rank, %.3g of rounding the reference\n",
                     sequence_array_name(a), rms[0][a], least[a]);
-      assert_true(rms[0][a] <= 1.2 * least[a]);
+      assert_true(rms[0][a] <= (a == SEQUENCE_OUT ? 1.5 : 1.2) * least[a]);
     }
 }
 

@@ -212,8 +212,9 @@ static void backward_on_pairs_is_right(void **state)
 
   sequence_solve(sequence);
   const enum swathe_status status = group_run(&group, sequence, NULL, words, sizeof words);
+  const struct sequence_tolerance tolerance = tolerance_of(&problem, 1);
   const bool right =
-      !status && sequence_compare(sequence, true, tolerance_of(&problem, 1), words, sizeof words);
+      !status && sequence_compare(sequence, true, tolerance, words, sizeof words);
   sequence_free(sequence);
   if (status == SWATHE_BAD_CONFIG && strstr(words, "pairs are for bf16")) skip();
   if (!right) fail_msg("%s", words);

@@ -48,8 +48,8 @@ void cli_check_report_print(const struct cli_check *check)
   if (check->given->problem.dtype == SWATHE_BF16 && check->arrays->backward)
     printf("  gradients are compared with those of the run's own out, as backward was given it\n");
   if (check->own_lse)
-    printf("  lse and sum(out * dout) of the queries around sampled keys are the run's own: the window"
-           " is too\n  wide to work them out by the reference\n");
+    printf("  lse and sum(out * dout) of the queries around sampled keys are the run's own: the "
+           "window is\n  too wide to work them out by the reference\n");
   if (check->dsink_left)
     printf("  dsink was not checked: it sums over all queries, which takes too long\n");
 }
