@@ -153,8 +153,6 @@ struct swathe_layer {
   struct sw_buffer send, receive, send_sums, receive_sums, send_narrow, receive_narrow;
   struct sw_buffer own_sums, spill_sums, head_sums;  // head_sums: [unit][batch][query heads]
   struct swathe_timing timing;
-  int64_t most_items;                  // the tuner's limit on the items of a launch; 0: none
-  int64_t computed_tokens;             // of the last call's items: queries * key heads * batch
 };
 
 int32_t sw_layer_rank(const struct swathe_layer *layer);
@@ -216,10 +214,5 @@ enum swathe_status sw_layer_create(struct swathe_context *context,
                                    const struct swathe_problem *problem,
                                    struct swathe_transport *transport, const char *const configs[2],
                                    unsigned directions, struct swathe_layer **layer);
-
-// For the tuner: launch at most this many items at a time (0: all), and how many query tokens
-// (times key heads and batch) the last call computed.
-void sw_layer_limit(struct swathe_layer *layer, int64_t items);
-int64_t sw_layer_computed(const struct swathe_layer *layer);
 
 #endif

@@ -188,26 +188,18 @@ static enum swathe_status launch_units(struct swathe_layer *layer, enum swathe_d
 {
   const struct sw_kernel *kernel = layer->kernels[direction];
   const int64_t per_unit = (int64_t)layer->batch * layer->problem.kv_heads;
-  const int64_t all = (end - begin) * per_unit;
-  const int64_t items = layer->most_items && all > layer->most_items ? layer->most_items : all;
   const struct shifted shifted = { kernel->attention, args, begin * per_unit };
   const struct sw_device_launch launch = {
     .kernel = run_shifted,
     .args = &shifted,
-    .items = items,
+    .items = (end - begin) * per_unit,
     .grain = 1,
     .workspace_bytes = (size_t)kernel->workspace(args->max_keys),
     .idle = exchange ? sw_exchange_progress : NULL,
     .idle_arg = exchange,
   };
-  for (int64_t i = 0; i < items; i++)
-    layer->computed_tokens += layer->work[direction].units[begin + i / per_unit].tokens;
   return launch.items ? sw_device_launch(layer->device, &launch) : SWATHE_OK;
 }
-
-void sw_layer_limit(struct swathe_layer *layer, int64_t items) { layer->most_items = items; }
-
-int64_t sw_layer_computed(const struct swathe_layer *layer) { return layer->computed_tokens; }
 
 // The largest of the units' scores for each head; -inf for a rank without rows.
 static void find_max_logits(const struct swathe_layer *layer, float *max_logits)
@@ -233,7 +225,6 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   if (!status && tensors->max_logits) status = sw_layer_reserve_heads(layer, work->unit_count);
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };
-  layer->computed_tokens = 0;
   void *halo = tensors->halo ? tensors->halo : layer->receive.data;
   point_runs(layer, SWATHE_FORWARD, tensors, halo);
   const struct sw_attention_args args = attention_args(layer, SWATHE_FORWARD, tensors);
@@ -443,7 +434,6 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
   if (!status) status = reserve_backward(layer);
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };
-  layer->computed_tokens = 0;
   zero_gaps(layer, &tensors->dq, layer->problem.q_heads, (size_t)layer->problem.head_dim_qk * elem,
             elem);
   zero_own_gaps(layer);
