@@ -180,10 +180,7 @@ void swathe_close(struct swathe_context *context)
   free(context);
 }
 
-const char *swathe_database_path(const struct swathe_context *context)
-{
-  return context->database;
-}
+const char *swathe_database_path(const struct swathe_context *context) { return context->database; }
 
 void swathe_free(void *text) { free(text); }
 
@@ -339,10 +336,11 @@ static enum swathe_status find_symbols(struct sw_kernel *kernel, const char *nam
   return status;
 }
 
-static enum swathe_status load_kernel(struct swathe_context *context,
-                                      const struct swathe_problem *problem,
-                                      enum swathe_direction direction, const char *config,
-                                      struct sw_kernel *kernel)
+// Emits, and loads what the cache has or the compiler makes.
+static enum swathe_status build_kernel(struct swathe_context *context,
+                                       const struct swathe_problem *problem,
+                                       enum swathe_direction direction, const char *config,
+                                       struct sw_kernel *kernel)
 {
   const char *name = sw_context_kernel_name(direction);
   struct sw_gen_source source = { .text = NULL };
@@ -357,7 +355,30 @@ static enum swathe_status load_kernel(struct swathe_context *context,
                        &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
   sw_gen_source_free(&source);
-  if (status) return sw_within(status, "while loading %s with %s", name, config);
+  return status ? sw_within(status, "while loading %s with %s", name, config) : SWATHE_OK;
+}
+
+// A kernel's origin decides its source, so that a warm start need not emit it.  The texts of a
+// directory change under way: with one, the source is always made.
+static enum swathe_status load_kernel(struct swathe_context *context,
+                                      const struct swathe_problem *problem,
+                                      enum swathe_direction direction, const char *config,
+                                      struct sw_kernel *kernel)
+{
+  const char *name = sw_context_kernel_name(direction);
+  const char *digest = sw_gen_digest(context->gen);
+  char text[SW_PROBLEM_TEXT], origin[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 256];
+  enum swathe_status status = SWATHE_NOT_FOUND;
+
+  swathe_problem_format(problem, text, sizeof text);
+  snprintf(origin, sizeof origin, "%s %s %s %s %s", digest, name, context->isa, config, text);
+  if (!context->generator)
+    status = sw_jit_recall(context->jit, origin, name, &kernel->image, &kernel->report);
+  if (status) {
+    status = build_kernel(context, problem, direction, config, kernel);
+    if (status) return status;
+    if (!context->generator) sw_jit_remember(context->jit, origin, kernel->report.key);
+  }
   status = find_symbols(kernel, name);
   return status ? sw_within(status, "in the image of %s", name) : SWATHE_OK;
 }

@@ -534,6 +534,41 @@ enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *
   return status;
 }
 
+// The note that says under which key the binary of an origin is, by this compiler.
+static bool origin_name(struct sw_jit *jit, const char *origin, char *name, size_t size)
+{
+  char hex[KEY_TEXT], *text = NULL;
+  if (identify(jit, ask_s) || asprintf(&text, "%s\n%s", jit->identity, origin) < 0) return false;
+  digest_text(text, hex);
+  free(text);
+  snprintf(name, size, "origins/%.32s", hex);
+  return true;
+}
+
+void sw_jit_remember(struct sw_jit *jit, const char *origin, const char *key)
+{
+  char name[64], known[KEY_TEXT];
+  if (!origin_name(jit, origin, name, sizeof name)) return;
+  if (sw_jit_cache_read_note(jit->cache, name, known, sizeof known) && !strcmp(known, key)) return;
+  if (sw_jit_cache_writable(jit->cache)) sw_jit_cache_write_note(jit->cache, name, key);
+}
+
+enum swathe_status sw_jit_recall(struct sw_jit *jit, const char *origin, const char *name,
+                                 struct sw_jit_image **image, struct sw_jit_report *report)
+{
+  struct binary binary = { NULL, 0 };
+  char note[64], key[KEY_TEXT];
+  if (!origin_name(jit, origin, note, sizeof note) ||
+      !sw_jit_cache_read_note(jit->cache, note, key, sizeof key) ||
+      strspn(key, "0123456789abcdef") != KEY_TEXT - 1 || !find(jit, key, &binary))
+    return sw_fail(SWATHE_NOT_FOUND, "the kernel cache has no note about %s", name);
+  const enum swathe_status status = load(jit, &binary, name, image);
+  if (!status) *report = (struct sw_jit_report){ .cached = true, .binary_bytes = binary.size };
+  if (!status) strcpy(report->key, key);
+  free(binary.bytes);
+  return status ? SWATHE_NOT_FOUND : SWATHE_OK;  // an entry that does not load is sw_jit_load's to mend
+}
+
 enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request,
                                double deadline_s, struct sw_jit_report *report, char **log)
 {

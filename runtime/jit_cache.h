@@ -5,6 +5,7 @@
 //   <2 hex>/<62 hex>.bad   an entry that was found damaged, moved aside
 //   <2 hex>/<62 hex>.lock  held (flock) by whoever compiles that key; gone when it is done
 //   compilers/<name>       notes: what a compiler said about itself
+//   origins/<32 hex>       notes: the key of the binary that a kernel's origin led to
 //
 // Whoever can write here runs code in every process that reads here, so the directory must be the
 // user's own and writable by nobody else.  Nothing here fails: a cache that cannot serve is a miss,

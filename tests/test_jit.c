@@ -539,6 +539,47 @@ static void every_damage_is_a_miss(void **state)
   free(whole);
 }
 
+// A start that knows where a kernel comes from needs neither its source nor the compiler.
+static void origins_are_remembered(void **state)
+{
+  struct sw_jit_image *image = NULL;
+  struct sw_jit_report report, recalled;
+  char path[256];
+  int saved;
+  (void)state;
+  struct sw_jit *jit = open_jit();
+  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_load(jit, &request, plenty_s, &image, &report, NULL), SWATHE_OK);
+  sw_jit_unload(image);
+  sw_jit_remember(jit, "here", report.key);
+  sw_jit_close(jit);
+
+  jit = open_jit();
+  assert_int_equal(sw_jit_recall(jit, "there", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_OK);
+  assert_int_equal(answer_of(image), 42);
+  assert_true(recalled.cached);
+  assert_string_equal(recalled.key, report.key);
+  assert_int_equal(recalled.binary_bytes, report.binary_bytes);
+  sw_jit_unload(image);
+  assert_int_equal(times("compiled"), 1);
+
+  entry_path("swk", path, sizeof path);
+  silence(&saved);
+  write_bytes(path, "damaged", 7);
+  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  sw_jit_close(jit);
+
+  // another compiler's binary is another one
+  make_compiler(compiler, "fake cc 2.0", good);
+  jit = open_jit();
+  sw_jit_remember(jit, "elsewhere", "not a key");
+  assert_int_equal(sw_jit_recall(jit, "elsewhere", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  sw_jit_close(jit);
+  speak(saved);
+}
+
 static void anothers_entry_is_a_miss(void **state)
 {
   char path[256], other_path[256], key[65];
@@ -1261,6 +1302,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
     TEST(cold_compiles_and_warm_starts_nothing),
+    TEST(origins_are_remembered),
     TEST(real_compiler_and_images_outlive_the_jit),
     TEST(key_holds_everything),
     TEST(compiler_is_chosen_in_order),
