@@ -566,7 +566,8 @@ enum swathe_status sw_jit_recall(struct sw_jit *jit, const char *origin, const c
   if (!status) *report = (struct sw_jit_report){ .cached = true, .binary_bytes = binary.size };
   if (!status) strcpy(report->key, key);
   free(binary.bytes);
-  return status ? SWATHE_NOT_FOUND : SWATHE_OK;  // an entry that does not load is sw_jit_load's to mend
+  // an entry that does not load is sw_jit_load's to mend
+  return status ? SWATHE_NOT_FOUND : SWATHE_OK;
 }
 
 enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *request,

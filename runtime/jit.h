@@ -41,7 +41,8 @@ enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *
                                struct sw_jit_report *report, char **log);
 // A shortcut for warm starts, which need not make the source again: `origin` is a text that decides
 // source, flags and isa.  sw_jit_remember notes that its binary is the one under `key` of a report;
-// sw_jit_recall loads it.  SWATHE_NOT_FOUND if nothing was noted, by this compiler, or the entry is gone.
+// sw_jit_recall loads it.  SWATHE_NOT_FOUND if nothing was noted for this compiler, or the entry is
+// gone.
 void sw_jit_remember(struct sw_jit *jit, const char *origin, const char *key);
 enum swathe_status sw_jit_recall(struct sw_jit *jit, const char *origin, const char *name,
                                  struct sw_jit_image **image, struct sw_jit_report *report);

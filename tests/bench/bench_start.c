@@ -1,5 +1,5 @@
-// bench_start.c: what a trainer waits for at start-up: from swathe_open to a layer that is ready for
-// its first launch, with the config in the database and the kernels in the cache.
+// bench_start.c: what a trainer waits for at start-up: from swathe_open to a layer that is ready
+// for its first launch, with the config in the database and the kernels in the cache.
 //
 //   bench_start [PROBLEM]    PROBLEM as swathe_problem_parse reads it; one process is one start, so
 //                            run it several times
