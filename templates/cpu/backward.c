@@ -20,8 +20,7 @@
 //   and for all panels at once:
 //     dV = dV + P^T dO,  dK = dK + dS^T Q       [keys][dim], kept beside the packed block
 //
-// A word is what a multiply-add takes from a row: STEP elements, one float or, in its place, a pair
-// of bfloat16.  A product over dims takes words of dims, one over keys words of keys, one over rows
+// A product over dims takes words (prelude.c) of dims, one over keys words of keys, one over rows
 // words of rows; so K, Q, dO and dS stand here twice, and where a word is a float that is the same.
 // Sums are floats always.
 //
@@ -51,19 +50,10 @@ const sw_int64 backward_tile_tokens = TILE_TOKENS;
 // ---- words --------------------------------------------------------------------------------------
 
 //@ if STEP == 1 then
-INLINE vec dot(vec sum, vec a, vec b) { return sum + a * b; }
-INLINE vec splat_word(const float *word) { return splat(*word); }
-INLINE vec join(vec first, vec last) { return (void)last, first; }   // of STEP vectors of floats
-INLINE vec weight_of(vec score) { return exp2_vec(score); }
 // a float is a word of anything
 #define k_by_keys  k
 #define p_by_rows  p
 #define ds_by_rows ds
-//@ else
-INLINE vec dot(vec sum, vec a, vec b) { return dot_pair(sum, a, b); }
-INLINE vec splat_word(const float *word) { return splat_pair(word); }
-INLINE vec join(vec first, vec last) { return join_pair(first, last); }
-INLINE vec weight_of(vec score) { return exp2_coarse(score); }
 //@ end
 
 // LANES floats, or words of dims, of a row of `dim` elements from d on, 0 from dim on.

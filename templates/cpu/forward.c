@@ -32,15 +32,9 @@ const sw_int64 forward_tile_tokens = TILE_TOKENS;
 
 // ---- words --------------------------------------------------------------------------------------
 
-// A word is what a multiply-add takes from a row: STEP elements, one float or, in its place, a pair
-// of bfloat16.  Q and K have words along the dims, V and P along the keys.  S, O and the sums are
-// floats always.
+// Q and K have words along the dims, V and P along the keys.  S, O and the sums are floats always.
 
 //@ if STEP == 1 then
-INLINE vec dot(vec sum, vec a, vec b) { return sum + a * b; }
-INLINE vec splat_word(const float *word) { return splat(*word); }
-INLINE vec join(vec first, vec last) { return (void)last, first; }   // of STEP vectors
-INLINE vec weight_of(vec score) { return exp2_vec(score); }
 #define PACK_WORDS pack_block
 
 // LANES words of a query from `at` on, at = word_start(d).  The factor of the scores goes into Q.
@@ -56,10 +50,6 @@ INLINE void store_words(elem *row, int at, vec words) {
   if (!STREAM || !stream(row + at, words)) store_elem_row(row, at, HEAD_DIM_V, words);
 }
 //@ else
-INLINE vec dot(vec sum, vec a, vec b) { return dot_pair(sum, a, b); }
-INLINE vec splat_word(const float *word) { return splat_pair(word); }
-INLINE vec join(vec first, vec last) { return join_pair(first, last); }
-INLINE vec weight_of(vec score) { return exp2_coarse(score); }
 #define PACK_WORDS pack_block_pairs
 
 // LANES words of a query from `at` on, at = word_start(d).  Times the factor they would have to be

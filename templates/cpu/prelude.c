@@ -563,3 +563,20 @@ INLINE struct positions unit_keys(const struct sw_attention_args *args,
   }
   return keys;
 }
+
+// ---- words --------------------------------------------------------------------------------------
+
+// A word is what a multiply-add takes from a row: STEP elements, one float or, in its place, a pair
+// of bfloat16.  `dot` adds the products of LANES words to LANES sums; `join` makes LANES words of
+// STEP vectors of floats; `weight_of` is 2^score, as exact as words are.
+//@ if STEP == 1 then
+INLINE vec dot(vec sum, vec a, vec b) { return sum + a * b; }
+INLINE vec splat_word(const float *word) { return splat(*word); }
+INLINE vec join(vec first, vec last) { return (void)last, first; }
+INLINE vec weight_of(vec score) { return exp2_vec(score); }
+//@ else
+INLINE vec dot(vec sum, vec a, vec b) { return dot_pair(sum, a, b); }
+INLINE vec splat_word(const float *word) { return splat_pair(word); }
+INLINE vec join(vec first, vec last) { return join_pair(first, last); }
+INLINE vec weight_of(vec score) { return exp2_coarse(score); }
+//@ end
