@@ -65,7 +65,6 @@ static bool consider(void *arg, const struct sw_db_found *row)
     pass_over(ladder, "a pick was refused: %s", swathe_error());
     return true;
   }
-  choice->rung = row->exact ? SW_RUNG_EXACT : SW_RUNG_NEAR;
   ladder->found = true;
   if (row->exact)
     snprintf(choice->why, sizeof choice->why, "exact pick of %s%s, %.3gx the default's time",
@@ -111,7 +110,6 @@ static enum swathe_status climb(struct ladder *ladder)
   }
   status = sw_gen_default(context->gen, ladder->request, choice->config);
   if (status) return status;
-  choice->rung = SW_RUNG_DEFAULT;
   snprintf(choice->why, sizeof choice->why, "default: %s",
            *ladder->passed_over ? ladder->passed_over
                                 : "the database has no pick for this problem");

@@ -3,7 +3,6 @@
 #include "layer.h"
 
 #include <inttypes.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -272,40 +271,24 @@ void swathe_layer_timing(const struct swathe_layer *layer, struct swathe_timing 
   *timing = layer->timing;
 }
 
-struct text {
-  char *data;
-  size_t size, used;
-};
-
-static void say(struct text *text, const char *format, ...) __attribute__((format(printf, 2, 3)));
-static void say(struct text *text, const char *format, ...)
-{
-  const bool room = text->used < text->size;
-  va_list args;
-  va_start(args, format);
-  const int length = vsnprintf(room ? text->data + text->used : NULL,
-                               room ? text->size - text->used : 0, format, args);
-  va_end(args);
-  if (length > 0) text->used += (size_t)length;
-}
-
 size_t swathe_layer_explain(const struct swathe_layer *layer, char *data, size_t size)
 {
-  struct text text = { data, size, 0 };
+  struct sw_problem_writer text = { data, size, 0 };
   const struct sw_halo_plan *plan = layer->plan;
 
   for (int d = 0; d < 2; d++) {
     if (!layer->kernels[d]) continue;
-    say(&text, "%-9s %s\n", sw_context_kernel_name((enum swathe_direction)d),
-        layer->choices[d].config);
-    say(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->context->isa,
-        layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
+    sw_problem_put(&text, "%-9s %s\n", sw_context_kernel_name((enum swathe_direction)d),
+                   layer->choices[d].config);
+    sw_problem_put(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->context->isa,
+                   layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
   }
   if (!plan) return text.used;
-  say(&text,
-      "halo      rank %d of %d: %" PRId64 " tokens from %" PRId64
-      " peers, at most %d hops, %" PRId64 " bytes forward\n",
-      plan->rank, sw_layer_ranks(layer), plan->receive_tokens, plan->receive_message_count,
-      plan->hops, plan->receive_tokens * layer->batch * sw_problem_token_bytes(&layer->problem));
+  sw_problem_put(&text,
+                 "halo      rank %d of %d: %" PRId64 " tokens from %" PRId64
+                 " peers, at most %d hops, %" PRId64 " bytes forward\n",
+                 plan->rank, sw_layer_ranks(layer), plan->receive_tokens,
+                 plan->receive_message_count, plan->hops,
+                 plan->receive_tokens * layer->batch * sw_problem_token_bytes(&layer->problem));
   return text.used;
 }

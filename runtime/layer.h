@@ -75,13 +75,9 @@ void sw_context_reopen_database(struct swathe_context *context);
 
 // ---- choose.c ----------------------------------------------------------------------------------
 
-// From best to worst: FORCED was given by the caller.
-enum sw_rung { SW_RUNG_FORCED, SW_RUNG_EXACT, SW_RUNG_NEAR, SW_RUNG_DEFAULT };
-
 struct sw_choice {
   char config[SW_CONFIG_TEXT];
   char why[384];                 // one line: which rung, from where, why no better one
-  enum sw_rung rung;
 };
 
 // How many shares away the farthest visible key can live.

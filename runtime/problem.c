@@ -212,14 +212,7 @@ enum swathe_status swathe_problem_check(const struct swathe_problem *p)
   X(ranks, integer32)       \
   X(tokens_per_rank, integer64)
 
-struct writer {
-  char *text;
-  size_t size, used;  // `used` may pass `size`
-};
-
-static void put(struct writer *writer, const char *format, ...)
-    __attribute__((format(printf, 2, 3)));
-static void put(struct writer *writer, const char *format, ...)
+void sw_problem_put(struct sw_problem_writer *writer, const char *format, ...)
 {
   const bool room = writer->used < writer->size;
   va_list args;
@@ -230,27 +223,36 @@ static void put(struct writer *writer, const char *format, ...)
   if (length > 0) writer->used += (size_t)length;
 }
 
-static void put_integer32(struct writer *w, int32_t value) { put(w, "%" PRId32, value); }
-static void put_integer64(struct writer *w, int64_t value) { put(w, "%" PRId64, value); }
-static void put_flag(struct writer *w, bool value) { put(w, "%d", value); }
-static void put_dtype(struct writer *w, enum swathe_dtype v) { put(w, "%s", swathe_dtype_name(v)); }
-static void put_target(struct writer *w, enum swathe_target v)
+static void put_integer32(struct sw_problem_writer *w, int32_t value)
 {
-  put(w, "%s", swathe_target_name(v));
+  sw_problem_put(w, "%" PRId32, value);
 }
-static void put_layout(struct writer *w, enum swathe_layout v)
+static void put_integer64(struct sw_problem_writer *w, int64_t value)
 {
-  put(w, "%s", swathe_layout_name(v));
+  sw_problem_put(w, "%" PRId64, value);
+}
+static void put_flag(struct sw_problem_writer *w, bool value) { sw_problem_put(w, "%d", value); }
+static void put_dtype(struct sw_problem_writer *w, enum swathe_dtype v)
+{
+  sw_problem_put(w, "%s", swathe_dtype_name(v));
+}
+static void put_target(struct sw_problem_writer *w, enum swathe_target v)
+{
+  sw_problem_put(w, "%s", swathe_target_name(v));
+}
+static void put_layout(struct sw_problem_writer *w, enum swathe_layout v)
+{
+  sw_problem_put(w, "%s", swathe_layout_name(v));
 }
 
-static void put_window(struct writer *w, int64_t value)
+static void put_window(struct sw_problem_writer *w, int64_t value)
 {
-  if (value == SWATHE_UNLIMITED) put(w, "unlimited");
-  else put(w, "%" PRId64, value);
+  if (value == SWATHE_UNLIMITED) sw_problem_put(w, "unlimited");
+  else sw_problem_put(w, "%" PRId64, value);
 }
 
 // The shorter of 6 and 17 significant digits that reads back as the same number; '.' in any locale.
-static void put_real(struct writer *w, double value)
+static void put_real(struct sw_problem_writer *w, double value)
 {
   char text[40];
   if (value == 0) value = 0;  // -0 is the same problem
@@ -258,14 +260,14 @@ static void put_real(struct writer *w, double value)
   if (strtod(text, NULL) != value) snprintf(text, sizeof text, "%.17g", value);
   for (char *c = text; *c; c++)
     if (*c == ',') *c = '.';
-  put(w, "%s", text);
+  sw_problem_put(w, "%s", text);
 }
 
 size_t swathe_problem_format(const struct swathe_problem *problem, char *text, size_t size)
 {
-  struct writer writer = { text, size, 0 };
-#define PUT_FIELD(name, kind)                        \
-  put(&writer, writer.used ? ",%s=" : "%s=", #name); \
+  struct sw_problem_writer writer = { text, size, 0 };
+#define PUT_FIELD(name, kind)                                   \
+  sw_problem_put(&writer, writer.used ? ",%s=" : "%s=", #name); \
   put_##kind(&writer, problem->name);
   FIELDS(PUT_FIELD)
 #undef PUT_FIELD

@@ -13,6 +13,14 @@ int64_t sw_problem_token_bytes(const struct swathe_problem *problem);
 // The factor on q.k: problem->scale, or 1/sqrt(head_dim_qk).
 double sw_problem_scale(const struct swathe_problem *problem);
 
+// Text of bounded size, as snprintf counts it: `used` is what all of it needs and may pass `size`.
+struct sw_problem_writer {
+  char *text;
+  size_t size, used;
+};
+void sw_problem_put(struct sw_problem_writer *writer, const char *format, ...)
+    __attribute__((format(printf, 2, 3)));
+
 // bfloat16, the upper half of a float: round to nearest even; NaN stays NaN.
 uint16_t sw_problem_to_bf16(float value);
 float sw_problem_from_bf16(uint16_t bits);
