@@ -7,7 +7,7 @@
 
 // Twelve sums, more than a multiply-add's latency needs.  PAIRS: the instruction that multiplies
 // pairs of bfloat16.  The empty assembly keeps the compiler from thinking ahead.
-static const char source[] =
+const char sw_limit_source[] =
     "#if defined __AVX512F__\nenum { LANES = 16 };\n#define REGISTER \"+v\"\n"
     "#elif defined __AVX2__\nenum { LANES = 8 };\n#define REGISTER \"+x\"\n"
     "#elif defined __aarch64__\nenum { LANES = 4 };\n#define REGISTER \"+w\"\n"
@@ -40,9 +40,9 @@ static const char source[] =
     "  a += b + c + d;\n"
     "  if (a[0] == 1e30f) *(float *)data = a[0];\n"
     "}\n";
-static const char pairs[] = "#define PAIRS\n";
+const char sw_limit_pairs[] = "#define PAIRS\n";
 
-enum { STEPS = 12 * 1000, ITEM_BYTES = 65536, ITEMS_READ = 128, TRIES = 12 };
+enum { ITEM_BYTES = 65536, ITEMS_READ = 128, TRIES = 12 };
 
 // The best of a few launches, in items per second; 0: it failed.
 static double best_rate(struct sw_device *device, void *kernel, const void *args, int64_t items)
@@ -75,7 +75,7 @@ static enum swathe_status measure(struct swathe_context *context, const struct s
   const int64_t items = ITEMS_READ * threads;
   void *data = sw_device_allocate(device, (size_t)items * ITEM_BYTES);
   float sink = 0;
-  const double flops = (double)*(const long *)step_flops * STEPS;
+  const double flops = (double)*(const long *)step_flops * SW_LIMIT_STEPS;
   limit->flops_per_s = flops * best_rate(device, multiply, &sink, 64 * threads);
   limit->bytes_per_s = data ? ITEM_BYTES * best_rate(device, read, data, items) : 0;
   sw_device_free(device, data);
@@ -87,12 +87,12 @@ enum swathe_status sw_limit_measure(struct swathe_context *context, enum swathe_
                                     const char *flags, struct sw_limit *limit)
 {
   static const double deadline_s = 60;
-  char text[sizeof pairs + sizeof source];
+  char text[sizeof sw_limit_pairs + sizeof sw_limit_source];
   struct sw_jit_image *image;
   struct sw_jit_report report;
 
-  strcpy(text, dtype == SWATHE_BF16 ? pairs : "");
-  strcat(text, source);
+  strcpy(text, dtype == SWATHE_BF16 ? sw_limit_pairs : "");
+  strcat(text, sw_limit_source);
   const struct sw_jit_request request = {
     .name = "limit", .source = text, .flags = flags, .isa = context->isa
   };

@@ -13,102 +13,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "runtime/gen.h"
-#include "runtime/jit.h"
+#include "measure.h"
 #include "templates/kernel_abi.h"
 
 enum { POSITIONS = 2048, UNIT = 1024, UNITS = POSITIONS / UNIT, REPEATS = 5 };
-
-// `rounds` rounds of 12 independent multiply-adds of whole vectors; the assembly keeps each in its
-// register and the compiler from adding them up.
-static const char peak_source[] =
-  "#if defined __AVX512F__\nenum { LANES = 16 };\n#define REGISTER \"+v\"\n"
-  "#elif defined __AVX2__\nenum { LANES = 8 };\n#define REGISTER \"+x\"\n"
-  "#elif defined __aarch64__\nenum { LANES = 4 };\n#define REGISTER \"+w\"\n"
-  "#else\nenum { LANES = 4 };\n#define REGISTER \"+x\"\n#endif\n"
-  "#ifdef PAIRS\n"
-  "#define STEP(a) __asm__ volatile(\"vdpbf16ps %2, %1, %0\" : \"+v\"(a) : \"v\"(x), \"v\"(y))\n"
-  "const long peak_flops = 12 * 4 * LANES;\n"
-  "#else\n"
-  "#define STEP(a) a += x * y; __asm__ volatile(\"\" : REGISTER(a), REGISTER(x), REGISTER(y))\n"
-  "const long peak_flops = 12 * 2 * LANES;\n"
-  "#endif\n"
-  "typedef float vec __attribute__((vector_size(4 * LANES)));\n"
-  "void peak(float *out, long rounds) {\n"
-  "  vec x = (vec){0} + 1e-3f, y = (vec){0} + 0.5f, zero = {0};\n"
-  "  vec a = zero, b = zero, c = zero, d = zero, e = zero, f = zero;\n"
-  "  vec g = zero, h = zero, i = zero, j = zero, k = zero, l = zero;\n"
-  "  for (; rounds > 0; rounds--) {\n"
-  "    STEP(a); STEP(b); STEP(c); STEP(d); STEP(e); STEP(f);\n"
-  "    STEP(g); STEP(h); STEP(i); STEP(j); STEP(k); STEP(l);\n"
-  "  }\n"
-  "  a += b + c + d + e + f + g + h + i + j + k + l;\n"
-  "  *out += a[0];\n"
-  "}\n";
-static const char peak_of_pairs[] = "#define PAIRS\n";
-
-static double cpu_s(void)
-{
-  struct timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
-}
-
-static void stop_on(enum swathe_status status, const char *what)
-{
-  if (!status) return;
-  fprintf(stderr, "%s: %s\n", what, swathe_error());
-  exit(1);
-}
-
-static void *symbol(struct sw_jit_image *image, const char *name)
-{
-  void *address;
-  stop_on(sw_jit_symbol(image, name, &address), name);
-  return address;
-}
-
-static struct sw_jit_image *compile(struct sw_jit *jit, const char *name, const char *source,
-                                    const char *flags, const char *isa, double *compile_s)
-{
-  const struct sw_jit_request request = { name, source, flags, isa };
-  struct sw_jit_report report;
-  struct sw_jit_image *image;
-  stop_on(sw_jit_load(jit, &request, 60, &image, &report, NULL), name);
-  if (compile_s) *compile_s = report.compile_s;
-  return image;
-}
-
-static int compare_doubles(const void *a, const void *b)
-{
-  const double x = *(const double *)a, y = *(const double *)b;
-  return (x > y) - (x < y);
-}
-
-// Flops per second of multiply-adds in registers: what one of ten short tries surpasses, for on a
-// shared machine the clock of a thread now and then misses some of its time.
-static double measure_peak(struct sw_jit *jit, const char *flags, const char *isa, bool pairs)
-{
-  char source[sizeof peak_of_pairs + sizeof peak_source];
-  snprintf(source, sizeof source, "%s%s", pairs ? peak_of_pairs : "", peak_source);
-  struct sw_jit_image *image = compile(jit, "peak", source, flags, isa, NULL);
-  void (*peak)(float *, long);
-  const void *address = symbol(image, "peak");
-  const long rounds = 20000, flops = *(const long *)symbol(image, "peak_flops");
-  double speeds[300];
-  float out = 0;
-  memcpy(&peak, &address, sizeof peak);
-  for (int i = 0; i < 300; i++) {
-    const double begin = cpu_s();
-    peak(&out, rounds);
-    speeds[i] = (double)flops * (double)rounds / (cpu_s() - begin);
-  }
-  sw_jit_unload(image);
-  qsort(speeds, 300, sizeof *speeds, compare_doubles);
-  return speeds[270];
-}
 
 // [POSITIONS][heads][dim] elements, small and without pattern; bfloat16 where `elem_bytes` is 2.
 static struct sw_view make_tensor(int heads, int dim, size_t elem_bytes, float size)
@@ -185,8 +94,8 @@ static double time_items(const struct swathe_problem *problem, struct sw_jit_ima
     .dq = make_tensor(q_heads, problem->head_dim_qk, bytes, 0),
     .lse = make_tensor(q_heads, 1, 4, 8),
   };
-  const void *kernel_address = symbol(image, "backward");
-  const void *size_address = symbol(image, "backward_workspace");
+  const void *kernel_address = measure_symbol(image, "backward");
+  const void *size_address = measure_symbol(image, "backward_workspace");
   sw_attention_kernel *backward;
   sw_workspace_query *workspace_bytes;
   memcpy(&backward, &kernel_address, sizeof backward);
@@ -198,9 +107,9 @@ static double time_items(const struct swathe_problem *problem, struct sw_jit_ima
   for (int64_t item = 0; item < UNITS * kv_heads; item++) {
     double best = 1e9;
     for (int repeat = 0; repeat < REPEATS; repeat++) {
-      const double begin = cpu_s();
+      const double begin = measure_cpu_s();
       backward(&args, item, item + 1, workspace);
-      const double spent = cpu_s() - begin;
+      const double spent = measure_cpu_s() - begin;
       if (spent < best) best = spent;
     }
     total += best;
@@ -219,12 +128,12 @@ static void measure(struct sw_gen *gen, struct sw_jit *jit, const char *isa, con
   double compile_s;
 
   swathe_problem_init(&problem);
-  stop_on(swathe_problem_parse(text, &problem), text);
+  measure_stop_on(swathe_problem_parse(text, &problem), text);
   if (given_config) snprintf(config, sizeof config, "%s", given_config);
-  else stop_on(sw_gen_default(gen, &request, config), "default");
-  stop_on(sw_gen_emit(gen, &request, config, &source), "emit");
+  else measure_stop_on(sw_gen_default(gen, &request, config), "default");
+  measure_stop_on(sw_gen_emit(gen, &request, config, &source), "emit");
   struct sw_jit_image *image =
-    compile(jit, "backward", source.text, source.flags, isa, &compile_s);
+    measure_compile(jit, "backward", source.text, source.flags, isa, &compile_s);
   const bool pairs = strstr(source.text, "return dot_pair(");   // only where products are by pairs
   const double peak = measure_peak(jit, source.flags, isa, pairs);
   const double speed = count_flops(&problem) / time_items(&problem, image);
@@ -262,8 +171,8 @@ int main(int argc, char **argv)
 #elif defined __aarch64__
   if (argc < 2) isa = "neon";
 #endif
-  stop_on(sw_gen_open(NULL, &gen), "generator");
-  stop_on(sw_jit_open(NULL, NULL, &jit), "jit");
+  measure_stop_on(sw_gen_open(NULL, &gen), "generator");
+  measure_stop_on(sw_jit_open(NULL, NULL, &jit), "jit");
   if (argc > 2) measure(gen, jit, isa, argv[2], argc > 3 ? argv[3] : NULL);
   else measure_table(gen, jit, isa);
   sw_jit_close(jit);

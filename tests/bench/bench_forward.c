@@ -12,94 +12,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
-#include "runtime/gen.h"
-#include "runtime/jit.h"
+#include "measure.h"
 #include "templates/kernel_abi.h"
 
 enum { UNIT = 1024, MOST_UNITS = 64, REPEATS = 5 };
-
-// `rounds` rounds of 12 independent multiply-adds of whole vectors; the assembly keeps each in its
-// register and the compiler from adding them up.
-static const char peak_source[] =
-  "#if defined __AVX512F__\nenum { LANES = 16 };\n#define REGISTER \"+v\"\n"
-  "#elif defined __AVX2__\nenum { LANES = 8 };\n#define REGISTER \"+x\"\n"
-  "#elif defined __aarch64__\nenum { LANES = 4 };\n#define REGISTER \"+w\"\n"
-  "#else\nenum { LANES = 4 };\n#define REGISTER \"+x\"\n#endif\n"
-  "#ifdef PAIRS\n"
-  "#define STEP(a) __asm__ volatile(\"vdpbf16ps %2, %1, %0\" : \"+v\"(a) : \"v\"(x), \"v\"(y))\n"
-  "const long peak_flops = 12 * 4 * LANES;\n"
-  "#else\n"
-  "#define STEP(a) a += x * y; __asm__ volatile(\"\" : REGISTER(a), REGISTER(x), REGISTER(y))\n"
-  "const long peak_flops = 12 * 2 * LANES;\n"
-  "#endif\n"
-  "typedef float vec __attribute__((vector_size(4 * LANES)));\n"
-  "void peak(float *out, long rounds) {\n"
-  "  vec x = (vec){0} + 1e-3f, y = (vec){0} + 0.5f, zero = {0};\n"
-  "  vec a = zero, b = zero, c = zero, d = zero, e = zero, f = zero;\n"
-  "  vec g = zero, h = zero, i = zero, j = zero, k = zero, l = zero;\n"
-  "  for (; rounds > 0; rounds--) {\n"
-  "    STEP(a); STEP(b); STEP(c); STEP(d); STEP(e); STEP(f);\n"
-  "    STEP(g); STEP(h); STEP(i); STEP(j); STEP(k); STEP(l);\n"
-  "  }\n"
-  "  a += b + c + d + e + f + g + h + i + j + k + l;\n"
-  "  *out += a[0];\n"
-  "}\n";
-static const char peak_of_pairs[] = "#define PAIRS\n";
-
-static double cpu_s(void)
-{
-  struct timespec now;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
-}
-
-static void stop_on(enum swathe_status status, const char *what)
-{
-  if (!status) return;
-  fprintf(stderr, "%s: %s\n", what, swathe_error());
-  exit(1);
-}
-
-static void *symbol(struct sw_jit_image *image, const char *name)
-{
-  void *address;
-  stop_on(sw_jit_symbol(image, name, &address), name);
-  return address;
-}
-
-static struct sw_jit_image *compile(struct sw_jit *jit, const char *name, const char *source,
-                                    const char *flags, const char *isa)
-{
-  const struct sw_jit_request request = { name, source, flags, isa };
-  struct sw_jit_report report;
-  struct sw_jit_image *image;
-  stop_on(sw_jit_load(jit, &request, 60, &image, &report, NULL), name);
-  return image;
-}
-
-// Flops per second of multiply-adds in registers, the best of many short tries.
-static double measure_peak(struct sw_jit *jit, const char *flags, const char *isa, bool pairs)
-{
-  char source[sizeof peak_of_pairs + sizeof peak_source];
-  snprintf(source, sizeof source, "%s%s", pairs ? peak_of_pairs : "", peak_source);
-  struct sw_jit_image *image = compile(jit, "peak", source, flags, isa);
-  void (*peak)(float *, long);
-  const void *address = symbol(image, "peak");
-  const long rounds = 200000, flops = *(const long *)symbol(image, "peak_flops");
-  double best = 0;
-  float out = 0;
-  memcpy(&peak, &address, sizeof peak);
-  for (int repeat = 0; repeat < 30; repeat++) {
-    const double begin = cpu_s();
-    peak(&out, rounds);
-    const double speed = (double)flops * (double)rounds / (cpu_s() - begin);
-    if (speed > best) best = speed;
-  }
-  sw_jit_unload(image);
-  return best;
-}
 
 // [positions][heads][dim] elements below 1.7, without pattern; bfloat16 where `elem_bytes` is 2.
 static struct sw_view make_tensor(int64_t positions, int heads, int dim, size_t elem_bytes)
@@ -175,8 +92,8 @@ static double time_items(const struct swathe_problem *problem, int64_t positions
     .lse = make_tensor(positions, q_heads, 1, 4),
   };
   const int unit_count = cut_units(problem, positions, k, v, units, runs, &args.max_keys);
-  const void *kernel_address = symbol(image, "forward");
-  const void *size_address = symbol(image, "forward_workspace");
+  const void *kernel_address = measure_symbol(image, "forward");
+  const void *size_address = measure_symbol(image, "forward_workspace");
   sw_attention_kernel *forward;
   sw_workspace_query *workspace_bytes;
   memcpy(&forward, &kernel_address, sizeof forward);
@@ -190,9 +107,9 @@ static double time_items(const struct swathe_problem *problem, int64_t positions
   for (int64_t item = 0; item < (int64_t)unit_count * kv_heads; item++) {
     double best = 1e9;
     for (int repeat = 0; repeat < REPEATS; repeat++) {
-      const double begin = cpu_s();
+      const double begin = measure_cpu_s();
       forward(&args, item, item + 1, workspace);
-      const double spent = cpu_s() - begin;
+      const double spent = measure_cpu_s() - begin;
       if (spent < best) best = spent;
     }
     total += best;
@@ -210,11 +127,12 @@ static void measure(struct sw_gen *gen, struct sw_jit *jit, const char *isa, con
   char config[SW_CONFIG_TEXT];
 
   swathe_problem_init(&problem);
-  stop_on(swathe_problem_parse(text, &problem), text);
+  measure_stop_on(swathe_problem_parse(text, &problem), text);
   if (given_config) snprintf(config, sizeof config, "%s", given_config);
-  else stop_on(sw_gen_default(gen, &request, config), "default");
-  stop_on(sw_gen_emit(gen, &request, config, &source), "emit");
-  struct sw_jit_image *image = compile(jit, "forward", source.text, source.flags, isa);
+  else measure_stop_on(sw_gen_default(gen, &request, config), "default");
+  measure_stop_on(sw_gen_emit(gen, &request, config, &source), "emit");
+  struct sw_jit_image *image =
+    measure_compile(jit, "forward", source.text, source.flags, isa, NULL);
   const bool pairs = problem.dtype == SWATHE_BF16 && !strcmp(isa, "avx512bf16");
   const int64_t positions = least(problem.window_left, (MOST_UNITS - 2) * UNIT) + 2 * UNIT;
   const double peak = measure_peak(jit, source.flags, isa, pairs);
@@ -254,8 +172,8 @@ int main(int argc, char **argv)
 #elif defined __aarch64__
   if (argc < 2) isa = "neon";
 #endif
-  stop_on(sw_gen_open(NULL, &gen), "generator");
-  stop_on(sw_jit_open(NULL, NULL, &jit), "jit");
+  measure_stop_on(sw_gen_open(NULL, &gen), "generator");
+  measure_stop_on(sw_jit_open(NULL, NULL, &jit), "jit");
   if (argc > 2) measure(gen, jit, isa, argv[2], argc > 3 ? argv[3] : NULL);
   else measure_table(gen, jit, isa);
   sw_jit_close(jit);
