@@ -1,5 +1,5 @@
-// measure.h: what the benches of kernels share: compile a text, clock a thread, and the peak of this
-// core that a kernel's speed is told as a part of.  A failure ends the program with words.
+// measure.h: what the benches of kernels share: compile a text, clock a thread, and the peak of
+// this core that a kernel's speed is told as a part of.  A failure ends the program with words.
 #ifndef MEASURE_H
 #define MEASURE_H
 
@@ -18,8 +18,8 @@ struct sw_jit_image *measure_compile(struct sw_jit *jit, const char *name, const
                                      const char *flags, const char *isa, double *compile_s);
 
 // Flops per second of multiply-adds in registers, with the flags a kernel was compiled with: of
-// floats, or of pairs of bfloat16.  One of ten short tries surpasses it, for on a shared machine the
-// clock of a thread now and then misses some of its time.
+// floats, or of pairs of bfloat16.  One of ten short tries surpasses it, for on a shared machine
+// the clock of a thread now and then misses some of its time.
 double measure_peak(struct sw_jit *jit, const char *flags, const char *isa, bool pairs);
 
 #endif
