@@ -143,6 +143,7 @@ static enum swathe_status add_run(struct builder *b, enum sw_place place, int64_
   }
   work->runs[work->run_count].position = from;  // its views are filled in at each call
   work->runs[work->run_count].tokens = tokens;
+  work->runs[work->run_count].wire = place == SW_WIRE;
   work->sources[work->run_count++] = (struct sw_run_source){ place, first, message, spill };
   return SWATHE_OK;
 }

@@ -1,6 +1,6 @@
 // kernel_abi.h: what the host and an emitted kernel hand each other.
 //
-// One text for both sides: the runtime includes it, the generator pastes it into every emitted CPU
+// One text for both sides: the runtime includes it, the generator pastes it into every emitted
 // source (which includes no header of any kind).  So only built-in types stand here.  All strides
 // are in elements, all offsets 64-bit.  `elem` is the problem's dtype: float, or bfloat16 as bits.
 
@@ -16,6 +16,7 @@ struct sw_view {
 // own tensor or in the halo buffer.  The kernel does not know which.
 struct sw_run {
   sw_int64       position, tokens;    // first key position within its document, how many
+  sw_int64       wire;                // whether k and v lie in the halo buffer
   struct sw_view k, v;                // elem; data is the key at `position`, head 0, batch 0
   struct sw_view dk, dv;              // float; here backward leaves the unit's sums for these keys
 };
@@ -75,3 +76,26 @@ struct sw_gather_args {
 typedef void     sw_attention_kernel(const struct sw_attention_args *, sw_int64, sw_int64, void *);
 typedef sw_int64 sw_workspace_query(sw_int64);
 typedef void     sw_gather_kernel(const struct sw_gather_args *, sw_int64, sw_int64, void *);
+
+// ---- CUDA ---------------------------------------------------------------------------------------
+
+// The lists of units and runs lie in device memory and stay as they were when the layer was
+// sharded, so that a captured launch may be replayed.  There a view's data is an offset in bytes
+// from one of these bases; every other pointer is an address in device memory.
+struct sw_cuda_args {
+  struct sw_attention_args attention;
+  char    *k, *v, *halo;              // bases of a run's k and v: the rank's own, or where run.wire
+  char    *sums;                      // base of a run's dk and dv, float
+  float   *delta;                     // backward: [batch][query heads][rows], sum of out * dout
+  sw_int64 rows;                      // of the rank's tensors
+  sw_int64 first_item;                // a block's item is first_item + blockIdx.x
+};
+
+// How a kernel wants to be launched; an image exports it as <kernel>_launch.  The grid is
+//   x  items    y  tiles of the launch's largest unit times groups    (tile = y / groups)
+// where a tile is tile_tokens query positions (of dkv: key positions, cut run by run from each
+// run's first key; its y counts the tiles of all runs of a unit).
+struct sw_cuda_launch {
+  int threads, shared_bytes;          // of a block; dynamic shared memory
+  int tile_tokens, groups;            // groups: GQA / PACK where heads share a tile, else 1
+};

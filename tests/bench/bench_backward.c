@@ -54,9 +54,10 @@ static int64_t cut_units(const struct swathe_problem *problem, struct sw_unit *u
       last = (u + 1) * UNIT + problem->window_right;
     units[u] = (struct sw_unit){ u * UNIT, UNIT, u * UNIT, u, u + 1 };
     runs[u] = (struct sw_run){
-      first, last - first, at_token(k, first, bytes), at_token(v, first, bytes),
-      make_tensor(problem->kv_heads, problem->head_dim_qk, 4, 0),
-      make_tensor(problem->kv_heads, problem->head_dim_v, 4, 0) };
+      .position = first, .tokens = last - first,
+      .k = at_token(k, first, bytes), .v = at_token(v, first, bytes),
+      .dk = make_tensor(problem->kv_heads, problem->head_dim_qk, 4, 0),
+      .dv = make_tensor(problem->kv_heads, problem->head_dim_v, 4, 0) };
     if (last - first > most) most = last - first;
   }
   return most;
