@@ -94,8 +94,68 @@ struct sw_cuda_args {
 // How a kernel wants to be launched; an image exports it as <kernel>_launch.  The grid is
 //   x  items    y  tiles of the launch's largest unit times groups    (tile = y / groups)
 // where a tile is tile_tokens query positions (of dkv: key positions, cut run by run from each
-// run's first key; its y counts the tiles of all runs of a unit).
+// run's first key; its y counts the tiles of all runs of a unit; of delta: the unit, one tile).
+//
+//   image      kernels, in the order of a pass
+//   forward    forward(sw_cuda_args)
+//   backward   delta(sw_cuda_args), dq(sw_cuda_args), dkv(sw_cuda_args), gather
+//   copies     pack, fill, widen, combine
+// dq and dkv read what delta left for their units' rows; they do not read each other's results.
 struct sw_cuda_launch {
   int threads, shared_bytes;          // of a block; dynamic shared memory
-  int tile_tokens, groups;            // groups: GQA / PACK where heads share a tile, else 1
+  int tile_tokens, groups;            // groups: GQA / PACK where heads share a tile, else 1 or as
+                                      // many as share the work on one
+};
+
+// What the other kernels of a CUDA image are handed.  Lists lie in device memory and stay as they
+// were when the layer was sharded.  The host cuts their entries to few rows, for an entry is what a
+// block works on: the grid is
+//   x  batch * entries    item = b * entries + entry, all heads    (gather: the sums)
+
+// gather: sw_gather_args, where terms hold addresses.
+enum sw_cuda_sums { SW_SUMS_ELEM, SW_SUMS_FLOAT, SW_SUMS_BF16 };
+struct sw_cuda_gather_args {
+  struct sw_gather_args gather;
+  sw_int64 format;                    // an sw_cuda_sums: what dk and dv hold.  SW_SUMS_ELEM: the
+                                      // outputs; otherwise a message that takes sums home
+};
+
+// pack: rows of the rank's keys and values, to where messages hold them.
+struct sw_segment {
+  sw_int64 row, tokens;               // rows [row, row + tokens) of k and v go
+  struct sw_view k, v;                // here; data is an offset in bytes from `to`
+};
+struct sw_pack_args {
+  const struct sw_segment *segments;
+  sw_int64       segment_count, batch, kv_heads;
+  struct sw_view k, v;                // elem
+  char          *to;
+};
+
+// fill: rows that no unit writes get one value in all their elements.
+struct sw_gap {
+  sw_int64 row, rows;
+};
+struct sw_fill_args {
+  const struct sw_gap *gaps;
+  sw_int64       gap_count, batch, heads, dim;
+  struct sw_view to;
+  int            elem_bytes;          // 2 or 4
+  unsigned       bits;                // the value, in the low bytes
+};
+
+// widen: bfloat16 sums as they came, to floats.  Any number of blocks.
+struct sw_widen_args {
+  const unsigned short *from;
+  float   *to;
+  sw_int64 elements;
+};
+
+// combine: of each head's column of [rows][heads], the sum or the largest, in an order that the
+// number of rows alone decides.  A block per head.
+struct sw_combine_args {
+  const float *from;
+  float       *to;                    // [heads]
+  sw_int64     rows, heads;
+  sw_int64     largest;               // 0: the sum; else the largest, -inf of no rows
 };
