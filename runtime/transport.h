@@ -26,12 +26,26 @@ struct sw_transport_operations {
   enum swathe_status (*gather)(struct swathe_transport *, const void *mine, size_t bytes,
                                void *all);
   void (*destroy)(struct swathe_transport *);
+  // Starts all messages, of device memory, in the order of the stream; they are done when the
+  // stream is.  NULL where data must lie in host memory.
+  enum swathe_status (*enqueue)(struct swathe_transport *,
+                                const struct sw_transport_message *messages, int32_t count,
+                                void *stream);
+  // From now on a sleeping thread lets posted messages progress every `interval_us`, beside the
+  // calls; 0: no longer.  Cheap; may be called before every phase.  NULL: there is no such thread.
+  enum swathe_status (*progress_thread)(struct swathe_transport *, int32_t interval_us);
+  // Tells the ranks that wait for this one, now or later, that it gave up, and why.  NULL: they
+  // find out by their deadline.
+  void (*abort)(struct swathe_transport *, const char *why);
 };
 
 struct swathe_transport {
   const struct sw_transport_operations *operations;
   const char *name;
   int32_t rank, ranks;
+  // Set by a failure that left messages with the system, which may still read and write their
+  // memory: nobody may free it or use it again while the process lives.
+  bool holds_memory;
 };
 
 #endif

@@ -436,7 +436,19 @@ static void destroy(struct swathe_transport *transport)
   (void)transport;
 }
 
-static const struct sw_transport_operations operations = { post, test, wait, gather, destroy };
+static void abort_group(struct swathe_transport *transport, const char *why)
+{
+  swathe_threads_abort(endpoint_of(transport)->group, transport->rank, why);
+}
+
+static const struct sw_transport_operations operations = {
+  .post = post,
+  .test = test,
+  .wait = wait,
+  .gather = gather,
+  .destroy = destroy,
+  .abort = abort_group,
+};
 
 // ---- The group ---------------------------------------------------------------------------------
 
@@ -464,7 +476,12 @@ static void init_endpoint(struct swathe_threads *group, int32_t rank,
                           const pthread_condattr_t *clock)
 {
   struct endpoint *endpoint = &group->endpoints[rank];
-  endpoint->transport = (struct swathe_transport){ &operations, "threads", rank, group->ranks };
+  endpoint->transport = (struct swathe_transport){
+    .operations = &operations,
+    .name = "threads",
+    .rank = rank,
+    .ranks = group->ranks,
+  };
   endpoint->group = group;
   pthread_cond_init(&endpoint->changed, clock);
 }
