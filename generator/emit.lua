@@ -20,12 +20,24 @@ local function sorted_names(rows)
   return table.concat(names, ", ")
 end
 
+local function has(list, wanted)
+  for _, value in ipairs(list) do
+    if value == wanted then return true end
+  end
+  return false
+end
+
 -- Everything a request points at: its declared space, target, isa row and the known names.
 local function look_up(request)
   local target_name = request.problem.target
   local target, kernels = targets[target_name], spaces[target_name]
   if not target or not kernels then
     return nil, ("no kernels are written for target %s yet"):format(target_name), "UNSUPPORTED"
+  end
+  local dtype = request.problem.dtype
+  if not has(target.dtypes, dtype) then
+    return nil, ("target %s has no kernels for %s; there are %s"):format(
+      target_name, dtype, table.concat(target.dtypes, ", ")), "UNSUPPORTED"
   end
   local declared, isa = kernels[request.kernel], target.isas[request.isa]
   if not declared then
@@ -68,6 +80,19 @@ function emit.check(request, text)
   local config, reason = space.check(found.declared, found.known, text)
   if not config then return nil, reason, "BAD_CONFIG" end
   return config
+end
+
+-- The derived sizes of a config: a list of { name =, value = } in declared order.
+function emit.sizes(request, text)
+  local found, why, status = look_up(request)
+  if not found then return nil, why, status end
+  local config, c = space.check(found.declared, found.known, text)
+  if not config then return nil, c, "BAD_CONFIG" end
+  local list = {}
+  for i, size in ipairs(found.declared.derive or {}) do
+    list[i] = { name = size[1], value = c[size[1]] }
+  end
+  return list
 end
 
 -- Returns next() and refused() of space.walk.
@@ -135,8 +160,9 @@ local function command(request, found, c, config)
   for _, fact in ipairs(facts.problem) do
     if fact.text and found.known[fact.name] ~= nil then parts[#parts + 1] = fact.text(c) end
   end
-  return ("swathe emit %s --target %s --isa %s --problem %s --config %s"):format(
-    request.kernel, found.target_name, request.isa, table.concat(parts, ","), config)
+  local text = ("swathe emit %s --target %s --isa %s --problem %s"):format(
+    request.kernel, found.target_name, request.isa, table.concat(parts, ","))
+  return config == "" and text or text .. " --config " .. config
 end
 
 local function costs(found, c)
@@ -193,11 +219,12 @@ function emit.source(request, text)
   local names, list = { ISA = request.isa }, constants(found, c)
   for _, constant in ipairs(list) do names[constant.name] = constant.value end
 
-  local folder = "templates/" .. found.target_name .. "/"
-  local sources = { "templates/kernel_abi.h", folder .. "prelude.c",
-                    folder .. request.kernel .. ".c" }
+  local folder, suffix = "templates/" .. found.target_name .. "/", found.target.suffix
+  local sources = { "templates/kernel_abi.h", folder .. "prelude" .. suffix,
+                    folder .. request.kernel .. suffix }
   local lines, origins = {}, {}
-  append(lines, origins, folder .. "head.c", head_names(request, found, c, config, sources, list))
+  append(lines, origins, folder .. "head" .. suffix,
+         head_names(request, found, c, config, sources, list))
   paste(lines, origins, sources[1])
   append(lines, origins, sources[2], names)
   append(lines, origins, sources[3], names)

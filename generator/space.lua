@@ -160,9 +160,11 @@ local function quoted(text)
   return "'" .. text .. "'"
 end
 
--- "name=value,..." in any order -> table of texts, or nil and the reason.
-local function read_config(text)
+-- "name=value,..." in any order -> table of texts, or nil and the reason.  Empty it may be where
+-- there is nothing to choose.
+local function read_config(text, knobs)
   local given = {}
+  if text == "" and #knobs == 0 then return given end
   if text == "" then return nil, "the config is empty" end
   for part in (text .. ","):gmatch("([^,]*),") do
     local name, value = part:match("^([a-z][a-z0-9_]*)=(%-?%d+)$")
@@ -206,7 +208,7 @@ end
 -- The one predicate: is `text` a config of this space that could run?
 -- Returns its canonical text, and every name with its value; or nil and the reason.
 function space.check(declared, known, text)
-  local given, why = read_config(text)
+  local given, why = read_config(text, declared.tune)
   if not given then return nil, why end
 
   local is_knob, names = {}, {}
@@ -215,6 +217,7 @@ function space.check(declared, known, text)
     names[i] = knob[1]
   end
   for _, name in ipairs(given) do
+    if #names == 0 then return nil, ("there is no knob %s, nor any"):format(quoted(name)) end
     if not is_knob[name] then
       return nil, ("there is no knob %s; there are %s"):format(
         quoted(name), table.concat(names, ", "))

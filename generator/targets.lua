@@ -1,7 +1,9 @@
 -- targets.lua: what swathe can emit for.  Data only.
 --
--- An isa says how many floats a vector holds (`lanes`), how many vectors the machine can name
--- (`registers`), whether it multiplies pairs of bfloat16 and adds both products to a float
+-- A target says how the files of its templates end, and the dtypes its kernels are written for.
+--
+-- An isa of the cpu says how many floats a vector holds (`lanes`), how many vectors the machine can
+-- name (`registers`), whether it multiplies pairs of bfloat16 and adds both products to a float
 -- (`bf16_pairs`), what the compiler is told, and the cache sizes of one core that rules and
 -- defaults go by.  The compiler is told instructions by name, never "those of this machine": the
 -- same source and flags give the same binary wherever it was built.
@@ -25,8 +27,15 @@ local function with(list, flag)
   return longer
 end
 
+local function gpu(name, shared_kib, hopper)
+  return { most_shared_bytes = shared_kib * 1024, most_registers = 65536, hopper = hopper,
+           flags = { "--gpu-architecture=" .. name } }
+end
+
 return {
   cpu = {
+    suffix = ".c",
+    dtypes = { "f32", "bf16" },
     flags = common,
     isas = {
       avx512bf16 = {
@@ -52,5 +61,22 @@ return {
     },
     -- from the best to the plainest, each for the machines that have it
     order = { "avx512bf16", "avx512", "avx2", "neon", "generic" },
+  },
+
+  cuda = {
+    suffix = ".cu",
+    dtypes = { "bf16", "f16" },
+    flags = { "--std=c++17" },
+    isas = {
+      sm_80 = gpu("sm_80", 163, 0),
+      sm_86 = gpu("sm_86", 99, 0),
+      sm_89 = gpu("sm_89", 99, 0),
+      sm_90 = gpu("sm_90", 227, 0),
+      sm_90a = gpu("sm_90a", 227, 1),
+      sm_100 = gpu("sm_100", 227, 0),
+      sm_103 = gpu("sm_103", 227, 0),
+      sm_120 = gpu("sm_120", 99, 0),
+    },
+    order = { "sm_120", "sm_103", "sm_100", "sm_90a", "sm_90", "sm_89", "sm_86", "sm_80" },
   },
 }

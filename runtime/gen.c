@@ -209,6 +209,7 @@ struct question {
   swathe_model_visit *visit_model;
   swathe_refused_visit *visit_refused;
   sw_gen_isa_visit *visit_isa;
+  sw_gen_size_visit *visit_size;
   void *arg;
 };
 
@@ -402,6 +403,20 @@ static int ask_refused(lua_State *lua)
   return answer(lua, SWATHE_OK);
 }
 
+static int ask_sizes(lua_State *lua)
+{
+  const struct question *question = question_of(lua);
+  call_entry(lua, question, 3);
+  if (lua_isnil(lua, 2)) return answer_refusal(lua, 2);
+  lua_settop(lua, 2);
+  for (lua_Integer i = 1; lua_geti(lua, 2, i) != LUA_TNIL; i++, lua_settop(lua, 2)) {
+    lua_getfield(lua, 3, "name");
+    lua_getfield(lua, 3, "value");
+    question->visit_size(question->arg, luaL_checkstring(lua, 4), luaL_checkinteger(lua, 5));
+  }
+  return answer(lua, SWATHE_OK);
+}
+
 static int ask_isas(lua_State *lua)
 {
   const struct question *question = question_of(lua);
@@ -590,14 +605,28 @@ enum swathe_status sw_gen_default(struct sw_gen *gen, const struct sw_gen_reques
   return ask_about(&question, ask_config);
 }
 
+static enum swathe_status check_length(const char *config)
+{
+  if (strnlen(config, SW_CONFIG_TEXT) < SW_CONFIG_TEXT) return SWATHE_OK;
+  return sw_fail(SWATHE_BAD_CONFIG, "the config is longer than %d bytes", SW_CONFIG_TEXT - 1);
+}
+
 enum swathe_status sw_gen_check(struct sw_gen *gen, const struct sw_gen_request *request,
                                 const char *text, char *config)
 {
   struct question question = { .gen = gen, .entry = "check", .request = request, .text = text,
                                .config = config };
-  if (strnlen(text, SW_CONFIG_TEXT) == SW_CONFIG_TEXT)
-    return sw_fail(SWATHE_BAD_CONFIG, "the config is longer than %d bytes", SW_CONFIG_TEXT - 1);
-  return ask_about(&question, ask_config);
+  const enum swathe_status status = check_length(text);
+  return status ? status : ask_about(&question, ask_config);
+}
+
+enum swathe_status sw_gen_sizes(struct sw_gen *gen, const struct sw_gen_request *request,
+                                const char *config, sw_gen_size_visit *visit, void *arg)
+{
+  struct question question = { .gen = gen, .entry = "sizes", .request = request, .text = config,
+                               .visit_size = visit, .arg = arg };
+  const enum swathe_status status = check_length(config);
+  return status ? status : ask_about(&question, ask_sizes);
 }
 
 enum swathe_status sw_gen_emit(struct sw_gen *gen, const struct sw_gen_request *request,
@@ -606,9 +635,8 @@ enum swathe_status sw_gen_emit(struct sw_gen *gen, const struct sw_gen_request *
   struct sw_gen_source made = { 0 };
   struct question question = { .gen = gen, .entry = "source", .request = request, .text = config,
                                .source = &made };
-  if (strnlen(config, SW_CONFIG_TEXT) == SW_CONFIG_TEXT)
-    return sw_fail(SWATHE_BAD_CONFIG, "the config is longer than %d bytes", SW_CONFIG_TEXT - 1);
-  const enum swathe_status status = ask_about(&question, ask_source);
+  enum swathe_status status = check_length(config);
+  if (!status) status = ask_about(&question, ask_source);
   if (!status) *source = made;
   return status;
 }

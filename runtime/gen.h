@@ -2,9 +2,9 @@
 //
 // A sw_gen holds one Lua state and is used by one thread at a time.  A kernel is named as its
 // template and space are: "forward", "backward".  An isa is a row of targets.lua: "avx512bf16",
-// "avx512", "avx2", "neon", "generic".  A config is text, "name=value,...", in the order its space
-// declares; everything that enters from outside is validated by the same predicate that enumeration
-// uses.
+// "avx512", "avx2", "neon", "generic"; for cuda "sm_80" and so on.  A config is text,
+// "name=value,...", in the order its space declares; everything that enters from outside is
+// validated by the same predicate that enumeration uses.
 #ifndef SW_GEN_H
 #define SW_GEN_H
 
@@ -47,6 +47,12 @@ enum swathe_status sw_gen_walk_next(struct sw_gen_walk *walk, char *config);
 // For each rule that turned points away so far.
 void sw_gen_walk_refused(struct sw_gen_walk *walk, swathe_refused_visit *visit, void *arg);
 void sw_gen_walk_end(struct sw_gen_walk *walk);
+
+// The derived sizes of a valid config, by their names in spaces.lua: what it costs, as far as that
+// is known before it is compiled.
+typedef void sw_gen_size_visit(void *arg, const char *name, int64_t value);
+enum swathe_status sw_gen_sizes(struct sw_gen *gen, const struct sw_gen_request *request,
+                                const char *config, sw_gen_size_visit *visit, void *arg);
 
 struct sw_gen_source {
   char *text;       // the whole source, zero-terminated

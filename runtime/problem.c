@@ -2,6 +2,7 @@
 // of the data; nothing here knows kernels, ranks' data or databases.
 #include "problem.h"
 
+#include <assert.h>
 #include <ctype.h>
 #include <errno.h>
 #include <inttypes.h>
@@ -12,7 +13,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const dtype_names[] = { [SWATHE_F32] = "f32", [SWATHE_BF16] = "bf16" };
+static const char *const dtype_names[] = {
+  [SWATHE_F32] = "f32",
+  [SWATHE_BF16] = "bf16",
+  [SWATHE_F16] = "f16",
+};
 static const char *const target_names[] = { [SWATHE_CPU] = "cpu", [SWATHE_CUDA] = "cuda" };
 static const char *const layout_names[] = {
   [SWATHE_CONTIGUOUS] = "contiguous",
@@ -99,7 +104,7 @@ void swathe_problem_init(struct swathe_problem *problem)
 
 size_t sw_problem_elem_bytes(const struct swathe_problem *problem)
 {
-  return problem->dtype == SWATHE_BF16 ? 2 : 4;
+  return problem->dtype == SWATHE_F32 ? 4 : 2;
 }
 
 int64_t sw_problem_token_bytes(const struct swathe_problem *problem)
@@ -127,6 +132,41 @@ float sw_problem_from_bf16(uint16_t half)
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+uint16_t sw_problem_to_f16(float value)
+{
+  enum { SIGN = 0x8000, INFINITE = 0x7c00, QUIET = 0x0200 };
+  const float magnitude = fabsf(value);
+  uint32_t bits;
+  memcpy(&bits, &magnitude, sizeof bits);
+  uint32_t half = (bits - (112u << 23) + 0xfff + (bits >> 13 & 1)) >> 13;
+  if (magnitude < 0x1p-14f) half = (uint32_t)lrintf(magnitude * 0x1p24f);  // counts of 2^-24
+  if (magnitude >= 65520.0f) half = INFINITE;
+  if (value != value) half = INFINITE | QUIET;
+  return (uint16_t)(half | (signbit(value) ? SIGN : 0));
+}
+
+float sw_problem_from_f16(uint16_t half)
+{
+  const uint32_t exponent = half >> 10 & 31, fraction = half & 0x3ff;
+  const uint32_t bits = (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  if (exponent == 0) value = (float)fraction * 0x1p-24f;
+  return half & 0x8000 ? -value : value;
+}
+
+uint16_t sw_problem_narrow(enum swathe_dtype dtype, float value)
+{
+  assert(dtype != SWATHE_F32);
+  return dtype == SWATHE_BF16 ? sw_problem_to_bf16(value) : sw_problem_to_f16(value);
+}
+
+float sw_problem_widen(enum swathe_dtype dtype, uint16_t bits)
+{
+  assert(dtype != SWATHE_F32);
+  return dtype == SWATHE_BF16 ? sw_problem_from_bf16(bits) : sw_problem_from_f16(bits);
 }
 
 static enum swathe_status check_heads(const struct swathe_problem *p)
@@ -172,6 +212,10 @@ enum swathe_status swathe_problem_check(const struct swathe_problem *p)
   if ((unsigned)p->halo_gradient >= (unsigned)COUNT(dtype_names))
     return sw_fail(SWATHE_BAD_PROBLEM, "halo_gradient %d is not one of enum swathe_dtype",
                    (int)p->halo_gradient);
+  if (p->halo_gradient == SWATHE_F16)
+    return sw_fail(SWATHE_BAD_PROBLEM,
+                   "halo_gradient f16: sums travel as f32 or bf16; f16 would overflow where a sum "
+                   "does not");
   if ((unsigned)p->target >= (unsigned)COUNT(target_names))
     return sw_fail(SWATHE_BAD_PROBLEM, "target %d is not one of enum swathe_target",
                    (int)p->target);

@@ -25,6 +25,14 @@ void sw_problem_put(struct sw_problem_writer *writer, const char *format, ...)
 uint16_t sw_problem_to_bf16(float value);
 float sw_problem_from_bf16(uint16_t bits);
 
+// IEEE half precision, likewise; from 65520 on it is infinity.
+uint16_t sw_problem_to_f16(float value);
+float sw_problem_from_f16(uint16_t bits);
+
+// Between float and a dtype of 16 bits.
+uint16_t sw_problem_narrow(enum swathe_dtype dtype, float value);
+float sw_problem_widen(enum swathe_dtype dtype, uint16_t bits);
+
 // Longest canonical key plus its final zero.
 enum { SW_PROBLEM_TEXT = 512 };
 

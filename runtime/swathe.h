@@ -73,8 +73,8 @@ SWATHE_API const char *swathe_error(void);
 
 // ---- Problem -----------------------------------------------------------------------------------
 
-enum swathe_dtype { SWATHE_F32, SWATHE_BF16 };
-enum swathe_target { SWATHE_CPU, SWATHE_CUDA };  // this version makes no kernels for CUDA
+enum swathe_dtype { SWATHE_F32, SWATHE_BF16, SWATHE_F16 };  // cpu: f32, bf16; cuda: bf16, f16
+enum swathe_target { SWATHE_CPU, SWATHE_CUDA };
 enum swathe_direction { SWATHE_FORWARD, SWATHE_BACKWARD };
 
 // Who holds what.  Of n chunks over T tokens, chunk c is [floor(c*T/n), floor((c+1)*T/n)).
@@ -94,7 +94,8 @@ struct swathe_problem {
   bool sinks;                        // a learnable logit per query head joins each row's softmax
   double softcap;                    // > 0: scores become softcap * tanh(score / softcap); 0: off
   double scale;                      // multiplies q.k; 0 means 1/sqrt(head_dim_qk)
-  enum swathe_dtype halo_gradient;   // in which the sums of the halo's dk and dv travel home
+  enum swathe_dtype halo_gradient;   // in which the sums of the halo's dk and dv travel home: f32
+                                     // or bf16
   enum swathe_target target;
   enum swathe_layout layout;         // the next three only guide tuning; a layer may be re-sharded
   int32_t ranks;                     // context-parallel group size, >= 1

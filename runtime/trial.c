@@ -147,9 +147,9 @@ static float next_random(uint64_t *state)
 
 static double element(const struct swathe_problem *problem, const void *data, int64_t index)
 {
-  return problem->dtype == SWATHE_BF16
-             ? (double)sw_problem_from_bf16(((const uint16_t *)data)[index])
-             : (double)((const float *)data)[index];
+  return problem->dtype == SWATHE_F32
+             ? (double)((const float *)data)[index]
+             : (double)sw_problem_widen(problem->dtype, ((const uint16_t *)data)[index]);
 }
 
 static void *make(const struct swathe_problem *problem, int64_t elements, uint64_t seed)
@@ -159,8 +159,8 @@ static void *make(const struct swathe_problem *problem, int64_t elements, uint64
   if (!data || !seed) return data;
   for (int64_t i = 0; i < elements; i++) {
     const float value = next_random(&seed);
-    if (problem->dtype == SWATHE_BF16) ((uint16_t *)data)[i] = sw_problem_to_bf16(value);
-    else ((float *)data)[i] = value;
+    if (problem->dtype == SWATHE_F32) ((float *)data)[i] = value;
+    else ((uint16_t *)data)[i] = sw_problem_narrow(problem->dtype, value);
   }
   return data;
 }
@@ -343,8 +343,8 @@ struct limits {
 
 static struct limits limits_of(enum swathe_dtype dtype)
 {
-  return dtype == SWATHE_BF16 ? (struct limits){ 2e-2, 1e-3, 2e-2 }
-                              : (struct limits){ 2e-5, 2e-5, 1e-4 };
+  return dtype == SWATHE_F32 ? (struct limits){ 2e-5, 2e-5, 1e-4 }
+                             : (struct limits){ 2e-2, 1e-3, 2e-2 };
 }
 
 // Compares `count` values at `row` of a packed tensor; false with words at the first that is too

@@ -275,6 +275,11 @@ static void wide_windows_use_the_runs_own_lse(void **state)
   cli_arrays_free(&scene.arrays);
 }
 
+static float nearest(enum swathe_dtype dtype, float value)
+{
+  return cli_arrays_widen(dtype, cli_arrays_narrow(dtype, value));
+}
+
 // bf16: to nearest, ties to even; what is bf16 already stays, and so do infinities and NaN.
 static void bf16_rounds_to_even(void **state)
 {
@@ -288,8 +293,32 @@ static void bf16_rounds_to_even(void **state)
     { 0x1.fffffep127f, INFINITY },
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
-    assert_true(cli_arrays_from_bf16(cli_arrays_to_bf16(rows[i].value)) == rows[i].wanted);
-  assert_true(isnan(cli_arrays_from_bf16(cli_arrays_to_bf16(NAN))));
+    assert_true(nearest(SWATHE_BF16, rows[i].value) == rows[i].wanted);
+  assert_true(isnan(nearest(SWATHE_BF16, NAN)));
+}
+
+// f16: the same, with steps of 2^-24 near 0 and infinity from 65520 on.
+static void f16_rounds_to_even(void **state)
+{
+  (void)state;
+  static const struct { float value, wanted; } rows[] = {
+    { 1, 1 }, { -2.5f, -2.5f }, { 0, 0 }, { INFINITY, INFINITY }, { -INFINITY, -INFINITY },
+    { 0x1.002p0f, 0x1.000p0f },   // half way: to even, below
+    { 0x1.006p0f, 0x1.008p0f },   // half way: to even, above
+    { 0x1.00201p0f, 0x1.004p0f }, // just above half way
+    { 0x1.ffep-1f, 1 },
+    { 65504, 65504 }, { 65519.99f, 65504 }, { 65520, INFINITY }, { -1e30f, -INFINITY },
+    { 0x1p-14f, 0x1p-14f }, { 0x1.ff8p-15f, 0x1.ff8p-15f }, { 0x1.ffcp-15f, 0x1p-14f },
+    { -0x1p-24f, -0x1p-24f }, { 0x1p-25f, 0 }, { 0x1.8p-24f, 0x1p-23f },
+  };
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+    if (nearest(SWATHE_F16, rows[i].value) != rows[i].wanted)
+      fail_msg("%a became %a", (double)rows[i].value, (double)nearest(SWATHE_F16, rows[i].value));
+  assert_true(isnan(nearest(SWATHE_F16, NAN)));
+  for (unsigned bits = 0; bits < 65536; bits++) {
+    const float value = cli_arrays_widen(SWATHE_F16, (uint16_t)bits);
+    if (!isnan(value)) assert_int_equal(cli_arrays_narrow(SWATHE_F16, value), bits);
+  }
 }
 
 // The reference sees the inputs as the kernels do; sinks and outputs stay as they are.
@@ -320,6 +349,7 @@ int main(void)
     cmocka_unit_test(samples_are_large_enough),
     cmocka_unit_test(wide_windows_use_the_runs_own_lse),
     cmocka_unit_test(bf16_rounds_to_even),
+    cmocka_unit_test(f16_rounds_to_even),
     cmocka_unit_test(bf16_inputs_are_rounded_on_entry),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);

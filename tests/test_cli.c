@@ -138,7 +138,7 @@ static void refuses_bad_use(void **state)
     { "plan --tokens 0", "--tokens 0: at least 1" },
     { "plan --layout spans", "the layout 'spans' needs a list of spans" },
     { "plan --layout spiral", "--layout spiral\n  no layout is called 'spiral'" },
-    { "plan --dtype f16", "--dtype f16\n  no dtype is called 'f16'" },
+    { "plan --dtype f8", "--dtype f8\n  no dtype is called 'f8'" },
     { "plan --halo-gradient f64", "--halo-gradient f64\n  no dtype" },
     { "plan --softcap much", "--softcap much: not a finite number" },
     { "plan --softcap -1", "softcap -1" },

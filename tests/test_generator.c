@@ -564,6 +564,56 @@ static void configs_travel_in_declared_order(void **state)
   assert_string_equal(config, "tile_k=8,pack=1");
 }
 
+struct size_list {
+  char text[256];
+};
+
+static void add_size(void *arg, const char *name, int64_t value)
+{
+  struct size_list *list = arg;
+  const size_t used = strlen(list->text);
+  snprintf(list->text + used, sizeof list->text - used, "%s %lld; ", name, (long long)value);
+}
+
+// Where there is nothing to choose the empty config is the only one.
+static void kernels_without_knobs_have_one_config(void **state)
+{
+  (void)state;
+  struct swathe_problem problem;
+  const struct sw_gen_request request =
+      request_for("no_knobs", "avx2", "window_left=10", &problem);
+  char config[SW_CONFIG_TEXT] = "untouched";
+  assert_int_equal(walk_all(fixture_gen, &request, false, NULL, NULL), 1);
+  assert_int_equal(sw_gen_check(fixture_gen, &request, "knob=1", config), SWATHE_BAD_CONFIG);
+  expect_words("knob=1", "there is no knob 'knob', nor any");
+  assert_int_equal(sw_gen_check(fixture_gen, &request, "", config), SWATHE_OK);
+  assert_string_equal(config, "");
+  strcpy(config, "untouched");
+  assert_int_equal(sw_gen_default(fixture_gen, &request, config), SWATHE_OK);
+  assert_string_equal(config, "");
+}
+
+static void sizes_are_told_in_declared_order(void **state)
+{
+  (void)state;
+  static const struct { const char *kernel, *config, *sizes; } cases[] = {
+    { "band", "tile_k=16,pack=4", "score_bytes 256; " },
+    { "no_knobs", "", "double_window 20; window_again 10; " },
+    { "endless", "x1=1,x2=1,x3=1,x4=1,x5=1,x6=1,y1=1,y2=1,y3=1,y4=1,y5=1,y6=1", "" },
+  };
+  for (size_t i = 0; i < COUNT(cases); i++) {
+    struct swathe_problem problem;
+    struct size_list list = { "" };
+    const struct sw_gen_request request =
+        request_for(cases[i].kernel, "avx2", "q_heads=4,window_left=10", &problem);
+    assert_int_equal(sw_gen_sizes(fixture_gen, &request, cases[i].config, add_size, &list),
+                     SWATHE_OK);
+    assert_string_equal(list.text, cases[i].sizes);
+    assert_int_equal(sw_gen_sizes(fixture_gen, &request, "tile_k=3", add_size, &list),
+                     SWATHE_BAD_CONFIG);
+  }
+}
+
 static void requests_are_checked(void **state)
 {
   (void)state;
@@ -575,6 +625,8 @@ static void requests_are_checked(void **state)
     { "sideways", "avx2", "", SWATHE_BAD_USE, "there is no kernel 'sideways' for target cpu" },
     { "../forward", "avx2", "", SWATHE_BAD_USE, "there is no kernel" },
     { "forward", "sse9", "", SWATHE_BAD_USE, "target cpu has no isa 'sse9'; there are avx512" },
+    { "forward", "avx2", "dtype=f16", SWATHE_UNSUPPORTED,
+      "target cpu has no kernels for f16; there are f32, bf16" },
     { "forward", "avx2", "target=cuda", SWATHE_UNSUPPORTED,
       "no kernels are written for target cuda" },
   };
@@ -850,6 +902,8 @@ int main(void)
     cmocka_unit_test(walk_and_check_agree),
     cmocka_unit_test(hostile_configs_are_refused),
     cmocka_unit_test(configs_travel_in_declared_order),
+    cmocka_unit_test(kernels_without_knobs_have_one_config),
+    cmocka_unit_test(sizes_are_told_in_declared_order),
     cmocka_unit_test(requests_are_checked),
     cmocka_unit_test(defaults_are_valid),
     cmocka_unit_test(text_follows_the_problem),

@@ -70,6 +70,7 @@ static void every_field_is_read_and_written(void **state)
     ROW("window_right=64", window_right = 64),
     ROW("window_right=unlimited", window_right = SWATHE_UNLIMITED),
     ROW("dtype=bf16", dtype = SWATHE_BF16),
+    ROW("dtype=f16", dtype = SWATHE_F16),
     ROW("sinks=1", sinks = true),
     ROW("softcap=50", softcap = 50),
     ROW("softcap=0.1", softcap = 0.1),
@@ -324,7 +325,9 @@ static const struct refusal refusals[] = {
   { "scale=nan", BAD, "scale nan: it must be finite; 0 means 1/sqrt(head_dim_qk)" },
   { "scale=-1e6", BAD, "scale -1e+06: it must be finite; 0 means 1/sqrt(head_dim_qk)" },
   // names
-  { "dtype=fp16", ABSENT, "no dtype is called 'fp16'; there are f32, bf16\n  in dtype" },
+  { "dtype=fp16", ABSENT, "no dtype is called 'fp16'; there are f32, bf16, f16\n  in dtype" },
+  { "halo_gradient=f16", BAD,
+    "halo_gradient f16: sums travel as f32 or bf16; f16 would overflow where a sum does not" },
   { "target=gpu", ABSENT, "no target is called 'gpu'; there are cpu, cuda\n  in target" },
   { "layout=ring", ABSENT,
     "no layout is called 'ring'; there are contiguous, zigzag, zigzag-doc, spans\n  in layout" },
@@ -409,7 +412,7 @@ static void edges_are_let_through(void **state)
 static void names_go_round(void **state)
 {
   (void)state;
-  for (enum swathe_dtype i = SWATHE_F32; i <= SWATHE_BF16; i++) {
+  for (enum swathe_dtype i = SWATHE_F32; i <= SWATHE_F16; i++) {
     enum swathe_dtype dtype = (enum swathe_dtype)9;
     assert_int_equal(swathe_dtype_parse(swathe_dtype_name(i), &dtype), SWATHE_OK);
     assert_int_equal(dtype, i);
@@ -424,7 +427,7 @@ static void names_go_round(void **state)
     assert_int_equal(swathe_layout_parse(swathe_layout_name(i), &layout), SWATHE_OK);
     assert_int_equal(layout, i);
   }
-  assert_string_equal(swathe_dtype_name((enum swathe_dtype)2), "?");
+  assert_string_equal(swathe_dtype_name((enum swathe_dtype)3), "?");
   assert_string_equal(swathe_target_name((enum swathe_target)-1), "?");
   assert_string_equal(swathe_layout_name((enum swathe_layout)4), "?");
 }
@@ -434,7 +437,7 @@ static void unknown_names_leave_the_output_alone(void **state)
   enum swathe_dtype dtype = SWATHE_BF16;
   (void)state;
   assert_int_equal(swathe_dtype_parse("", &dtype), SWATHE_NOT_FOUND);
-  assert_string_equal(swathe_error(), "no dtype is called ''; there are f32, bf16");
+  assert_string_equal(swathe_error(), "no dtype is called ''; there are f32, bf16, f16");
   assert_int_equal(swathe_dtype_parse("bf161", &dtype), SWATHE_NOT_FOUND);
   assert_int_equal(dtype, SWATHE_BF16);
 }

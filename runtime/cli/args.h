@@ -20,7 +20,8 @@
     "--window-left N-1 --window-right 0")                                                          \
   X(WINDOW_LEFT, "window-left", "N|unlimited", PROBLEM, "keys seen before the query's own")        \
   X(WINDOW_RIGHT, "window-right", "N|unlimited", PROBLEM, "keys seen after the query's own")       \
-  X(DTYPE, "dtype", "f32|bf16", PROBLEM, "of q, k, v, out and their gradients; sums are f32")      \
+  X(DTYPE, "dtype", "f32|bf16|f16", PROBLEM,                                                       \
+    "of q, k, v, out and their gradients; sums are f32. cpu takes f32, bf16; cuda bf16, f16")      \
   X(SOFTCAP, "softcap", "X", PROBLEM, "scores become X * tanh(score / X); 0: off")                 \
   X(SCALE, "scale", "X", PROBLEM, "multiplies q.k; 0: 1/sqrt(head_dim_qk)")                        \
   X(HALO_GRADIENT, "halo-gradient", "f32|bf16",                                                    \

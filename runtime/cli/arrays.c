@@ -214,7 +214,7 @@ enum cli_exit cli_arrays_write(const struct cli_arrays *arrays, const char *dire
 
 // ---- Numbers ------------------------------------------------------------------------------------
 
-uint16_t cli_arrays_to_bf16(float value)
+static uint16_t to_bf16(float value)
 {
   uint32_t bits;
   memcpy(&bits, &value, sizeof bits);
@@ -223,12 +223,46 @@ uint16_t cli_arrays_to_bf16(float value)
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-float cli_arrays_from_bf16(uint16_t half)
+static float from_bf16(uint16_t half)
 {
   const uint32_t bits = (uint32_t)half << 16;
   float value;
   memcpy(&value, &bits, sizeof value);
   return value;
+}
+
+// By arithmetic: the nearest multiple of the last place there is at that size.
+static uint16_t to_f16(float value)
+{
+  const uint16_t sign = signbit(value) ? 0x8000 : 0;
+  int exponent;
+  if (isnan(value)) return sign | 0x7e00;
+  const float magnitude = fabsf(value);
+  if (magnitude >= 65520) return sign | 0x7c00;
+  frexpf(magnitude, &exponent);
+  if (magnitude < 0x1p-14f) exponent = -13;  // there all steps are of 2^-24
+  const int steps = (int)lrintf(ldexpf(magnitude, 11 - exponent));
+  return (uint16_t)(sign | (((exponent + 13) << 10) + steps));
+}
+
+static float from_f16(uint16_t half)
+{
+  const int exponent = half >> 10 & 31, fraction = half & 0x3ff;
+  float value = exponent == 31 && fraction ? NAN
+                : exponent == 31           ? INFINITY
+                : exponent                 ? ldexpf((float)(1024 + fraction), exponent - 25)
+                                           : ldexpf((float)fraction, -24);
+  return half & 0x8000 ? -value : value;
+}
+
+uint16_t cli_arrays_narrow(enum swathe_dtype dtype, float value)
+{
+  return dtype == SWATHE_F16 ? to_f16(value) : to_bf16(value);
+}
+
+float cli_arrays_widen(enum swathe_dtype dtype, uint16_t bits)
+{
+  return dtype == SWATHE_F16 ? from_f16(bits) : from_bf16(bits);
 }
 
 // SplitMix64's mixing of a counter.
@@ -284,11 +318,11 @@ enum cli_exit cli_arrays_prepare(const struct swathe_problem *problem, struct cl
   static const enum cli_array gradients[] = { CLI_ARRAY_DQ, CLI_ARRAY_DK, CLI_ARRAY_DV };
 
   set_shapes(problem, arrays);
-  for (int i = 0; i < 4 && problem->dtype == SWATHE_BF16; i++) {
+  for (int i = 0; i < 4 && problem->dtype != SWATHE_F32; i++) {
     float *data = arrays->data[rounded[i]];
     const int64_t elements = element_count(arrays, rounded[i]);
     for (int64_t e = 0; data && e < elements; e++)
-      data[e] = cli_arrays_from_bf16(cli_arrays_to_bf16(data[e]));
+      data[e] = cli_arrays_widen(problem->dtype, cli_arrays_narrow(problem->dtype, data[e]));
   }
   enum cli_exit code = allocate(arrays, CLI_ARRAY_OUT);
   if (!code) code = allocate(arrays, CLI_ARRAY_LSE);

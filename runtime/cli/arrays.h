@@ -35,7 +35,7 @@ enum cli_exit cli_arrays_read(const struct cli_args *args, struct cli_arrays *ar
 enum cli_exit cli_arrays_random(const struct cli_given *given, bool backward, uint64_t seed,
                                 struct cli_arrays *arrays);
 
-// Rounds q, k, v and dout to bf16, and makes room for the outputs: 0, lse -inf.
+// Rounds q, k, v and dout to a dtype of 16 bits, and makes room for the outputs: 0, lse -inf.
 enum cli_exit cli_arrays_prepare(const struct swathe_problem *problem, struct cli_arrays *arrays);
 
 // Writes the outputs to `directory`/out.npy and so on; makes the directory if need be.
@@ -46,8 +46,8 @@ void cli_arrays_free(struct cli_arrays *arrays);
 // Well-mixed bits of a counter.
 uint64_t cli_arrays_mix(uint64_t counter);
 
-// Nearest bf16, ties to even, as 16 bits; and back.
-uint16_t cli_arrays_to_bf16(float value);
-float cli_arrays_from_bf16(uint16_t bits);
+// Nearest bf16 or f16, ties to even, as 16 bits; and back.
+uint16_t cli_arrays_narrow(enum swathe_dtype dtype, float value);
+float cli_arrays_widen(enum swathe_dtype dtype, uint16_t bits);
 
 #endif

@@ -4,8 +4,8 @@
 //
 // A key's gradient needs lse and delta of every query that sees it.  With a narrow window these
 // come from the reference too; where that would take too long they are the run's own, and the
-// report says so.  In bf16 delta is always made of the run's own out, which is checked beside it:
-// backward is given the rounded out, and that rounding is forward's error, not its own.
+// report says so.  In 16 bits delta is always made of the run's own out, which is checked beside
+// it: backward is given the rounded out, and that rounding is forward's error, not its own.
 #include "check.h"
 
 #include <inttypes.h>
@@ -317,7 +317,7 @@ static void work_query(struct worker *worker, int64_t batch, int64_t token)
   if (!(c->marks[row] & NEEDED)) return;
   swathe_reference_query(c->problem, &c->sequence, batch, token, worker->first,
                          c->lse + row * heads, delta);
-  if (delta && c->problem->dtype == SWATHE_BF16) take_own_delta(c, row);
+  if (delta && c->problem->dtype != SWATHE_F32) take_own_delta(c, row);
   if (!(c->marks[row] & CHOSEN)) return;
   compare_row(worker, CLI_ARRAY_OUT, worker->first, row);
   compare_row(worker, CLI_ARRAY_LSE, c->lse + row * heads, row);
@@ -403,12 +403,12 @@ static void run_phases(struct comparison *c, struct worker *workers, int32_t cou
 static void set_limits(struct cli_check *check)
 {
   const struct swathe_problem *problem = &check->given->problem;
-  const bool bf16 = problem->dtype == SWATHE_BF16;
-  const double gradient = bf16 ? 2e-2 : 1e-4;
+  const bool narrow = problem->dtype != SWATHE_F32;
+  const double gradient = narrow ? 2e-2 : 1e-4;
   const double key_gradient = problem->halo_gradient == SWATHE_BF16 ? 2e-2 : gradient;
 
-  check->errors[CLI_ARRAY_OUT].limit = bf16 ? 2e-2 : 2e-5;
-  check->errors[CLI_ARRAY_LSE].limit = bf16 ? 1e-3 : 2e-5;
+  check->errors[CLI_ARRAY_OUT].limit = narrow ? 2e-2 : 2e-5;
+  check->errors[CLI_ARRAY_LSE].limit = narrow ? 1e-3 : 2e-5;
   check->errors[CLI_ARRAY_DQ].limit = gradient;
   check->errors[CLI_ARRAY_DK].limit = key_gradient;
   check->errors[CLI_ARRAY_DV].limit = key_gradient;

@@ -45,7 +45,7 @@ void cli_check_report_print(const struct cli_check *check)
     cli_report_cell(&table, "%s", place_text(check, (enum cli_array)i).text);
   }
   cli_report_table(&table);
-  if (check->given->problem.dtype == SWATHE_BF16 && check->arrays->backward)
+  if (check->given->problem.dtype != SWATHE_F32 && check->arrays->backward)
     printf("  gradients are compared with those of the run's own out, as backward was given it\n");
   if (check->own_lse)
     printf("  lse and sum(out * dout) of the queries around sampled keys are the run's own: the "

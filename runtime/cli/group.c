@@ -86,20 +86,21 @@ static bool meet(struct team *team)
 
 // ---- A rank's tensors ---------------------------------------------------------------------------
 
-static bool is_bf16(const struct member *member, enum cli_array array)
+static enum swathe_dtype dtype_of(const struct member *member, enum cli_array array)
 {
-  return member->team->group->given->problem.dtype == SWATHE_BF16 && array != CLI_ARRAY_LSE;
+  return array == CLI_ARRAY_LSE ? SWATHE_F32 : member->team->group->given->problem.dtype;
 }
 
 static size_t elem_bytes(const struct member *member, enum cli_array array)
 {
-  return is_bf16(member, array) ? sizeof(uint16_t) : sizeof(float);
+  return dtype_of(member, array) == SWATHE_F32 ? sizeof(float) : sizeof(uint16_t);
 }
 
 // Between the whole sequence and the rank's rows; `gather`: from the rank.
 static void move_spans(struct member *member, enum cli_array array, bool gather)
 {
   const struct cli_arrays *arrays = member->team->group->arrays;
+  const enum swathe_dtype dtype = dtype_of(member, array);
   const int64_t row = cli_arrays_row(arrays, array);
 
   for (int64_t b = 0; b < arrays->batch; b++)
@@ -107,15 +108,15 @@ static void move_spans(struct member *member, enum cli_array array, bool gather)
       const struct swathe_span *span = &member->spans[s];
       float *whole = arrays->data[array] + (b * arrays->tokens + span->token) * row;
       const int64_t at = (b * member->rows + span->row) * row, count = span->tokens * row;
-      if (!is_bf16(member, array)) {
+      if (dtype == SWATHE_F32) {
         float *own = (float *)member->data[array] + at;
         memcpy(gather ? whole : own, gather ? own : whole, (size_t)count * sizeof *own);
         continue;
       }
       uint16_t *own = (uint16_t *)member->data[array] + at;
       for (int64_t i = 0; i < count; i++) {
-        if (gather) whole[i] = cli_arrays_from_bf16(own[i]);
-        else own[i] = cli_arrays_to_bf16(whole[i]);
+        if (gather) whole[i] = cli_arrays_widen(dtype, own[i]);
+        else own[i] = cli_arrays_narrow(dtype, whole[i]);
       }
     }
 }

@@ -27,7 +27,7 @@ static int64_t token_elements(const struct swathe_problem *problem)
 
 static int64_t dtype_bytes(enum swathe_dtype dtype)
 {
-  return dtype == SWATHE_BF16 ? 2 : 4;
+  return dtype == SWATHE_F32 ? 4 : 2;
 }
 
 static struct moved moved_bytes(const struct cli_group *group)
