@@ -27,6 +27,7 @@ struct ladder {
   struct swathe_context *context;
   const struct swathe_problem *problem;
   const struct sw_gen_request *request;
+  const struct sw_aim *aim;
   struct sw_choice *choice;
   char passed_over[160];  // why the last better row did not serve
   bool found;
@@ -92,7 +93,7 @@ static enum swathe_status climb(struct ladder *ladder)
   struct sw_db_environment environment;
   enum swathe_status status;
 
-  sw_context_environment(context, &environment);
+  sw_context_environment(context, ladder->aim, &environment);
   if (context->db) {
     status = sw_db_find(context->db, ladder->problem, ladder->request->kernel, &environment,
                         consider, ladder);
@@ -117,14 +118,17 @@ static enum swathe_status climb(struct ladder *ladder)
 }
 
 enum swathe_status sw_choose(struct swathe_context *context, const struct swathe_problem *problem,
-                             enum swathe_direction direction, struct sw_choice *choice)
+                             enum swathe_direction direction, const struct sw_aim *aim,
+                             struct sw_choice *choice)
 {
   const struct sw_gen_request request = { .problem = problem,
                                           .kernel = sw_context_kernel_name(direction),
-                                          .isa = context->isa };
-  struct ladder ladder = {
-    .context = context, .problem = problem, .request = &request, .choice = choice
-  };
+                                          .isa = aim->isa };
+  struct ladder ladder = { .context = context,
+                           .problem = problem,
+                           .request = &request,
+                           .aim = aim,
+                           .choice = choice };
   pthread_mutex_lock(&context->mutex);
   const enum swathe_status status = climb(&ladder);
   pthread_mutex_unlock(&context->mutex);

@@ -30,8 +30,10 @@ static const char *setting(const char *option, const char *variable)
 // A misspelt variable would be ignored in silence.
 static void warn_unknown_variables(void)
 {
-  static const char *const known[] = { "SWATHE_DB", "SWATHE_CACHE_DIR", "SWATHE_ISA", "SWATHE_CC",
-                                       "SWATHE_GENERATOR_DIR" };
+  static const char *const known[] = {
+    "SWATHE_DB",   "SWATHE_CACHE_DIR", "SWATHE_ISA",      "SWATHE_CC",      "SWATHE_GENERATOR_DIR",
+    "SWATHE_ARCH", "SWATHE_LIBCUDA",   "SWATHE_LIBNVRTC", "SWATHE_LIBNCCL",
+  };
   for (char **variable = environ; *variable; variable++) {
     bool found = strncmp(*variable, "SWATHE_", 7) != 0;
     for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
@@ -61,26 +63,30 @@ static void read_processor(char *text, size_t size)
   if (file) fclose(file);
 }
 
-struct isa_names {
-  char names[16][32];
-  const char *list[16];
-  int32_t count;
-};
-
 static void collect_isa(void *arg, const char *isa, const char *flags)
 {
-  struct isa_names *isas = arg;
+  struct sw_isa_names *isas = arg;
   (void)flags;
-  if (isas->count == 16) return;
+  if (isas->count == SW_ISAS) return;
   snprintf(isas->names[isas->count], sizeof isas->names[0], "%s", isa);
   isas->list[isas->count] = isas->names[isas->count];
   isas->count++;
 }
 
+enum swathe_status sw_context_isas(struct swathe_context *context, enum swathe_target target,
+                                   struct sw_isa_names *isas)
+{
+  isas->count = 0;
+  pthread_mutex_lock(&context->mutex);
+  const enum swathe_status status = sw_gen_isas(context->gen, target, collect_isa, isas);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
 static enum swathe_status choose_isa(struct swathe_context *context, const char *wanted)
 {
-  struct isa_names isas = { .count = 0 };
-  enum swathe_status status = sw_gen_isas(context->gen, SWATHE_CPU, collect_isa, &isas);
+  struct sw_isa_names isas;
+  enum swathe_status status = sw_context_isas(context, SWATHE_CPU, &isas);
   if (status) return status;
 
   const char *best =
@@ -140,6 +146,8 @@ enum swathe_status swathe_open(const struct swathe_options *options,
   context->threads = options->threads ? options->threads : sw_device_cpu_processors();
   read_processor(context->processor, sizeof context->processor);
   context->generator = copy_text(setting(options->generator, "SWATHE_GENERATOR_DIR"));
+  context->arch = copy_text(setting(options->arch, "SWATHE_ARCH"));
+  context->device = options->device;
 
   status = sw_gen_open(context->generator, &context->gen);
   if (!status) status = choose_isa(context, setting(options->isa, "SWATHE_ISA"));
@@ -170,6 +178,7 @@ void swathe_close(struct swathe_context *context)
     free(kernel->words);
     free(kernel);
   }
+  sw_context_drop_devices(context);
   if (context->db) sw_db_close(context->db);
   if (context->jit) sw_jit_close(context->jit);
   if (context->gen) sw_gen_close(context->gen);
@@ -177,6 +186,7 @@ void swathe_close(struct swathe_context *context)
   pthread_mutex_destroy(&context->mutex);
   free(context->database);
   free(context->generator);
+  free(context->arch);
   free(context);
 }
 
@@ -184,47 +194,46 @@ const char *swathe_database_path(const struct swathe_context *context) { return 
 
 void swathe_free(void *text) { free(text); }
 
-void sw_context_environment(const struct swathe_context *context,
+void sw_context_environment(const struct swathe_context *context, const struct sw_aim *aim,
                             struct sw_db_environment *environment)
 {
   *environment = (struct sw_db_environment){
-    .isa = context->isa,
+    .isa = aim->isa,
     .processor = context->processor,
     .threads = context->threads,
     .generator = sw_gen_digest(context->gen),
   };
+  if (!aim->cuda) return;
+  environment->processor = aim->device ? sw_device_cuda_name(aim->device) : "unknown";
+  environment->threads = 1;
+}
+
+enum swathe_status sw_context_aim(struct swathe_context *context,
+                                  const struct swathe_problem *problem, const char *isa,
+                                  struct sw_aim *aim)
+{
+  const enum swathe_status status = swathe_problem_check(problem);
+
+  *aim = (struct sw_aim){ .cuda = problem->target == SWATHE_CUDA };
+  if (status) return status;
+  if (aim->cuda) return sw_context_aim_cuda(context, isa, aim);
+  snprintf(aim->isa, sizeof aim->isa, "%s", isa ? isa : context->isa);
+  aim->own = !strcmp(aim->isa, context->isa);
+  return SWATHE_OK;
 }
 
 // ---- Sources ------------------------------------------------------------------------------------
 
-// What no target can serve yet is refused here, in words, never run without it.
-static enum swathe_status check_served(const struct swathe_problem *problem)
-{
-  const enum swathe_status status = swathe_problem_check(problem);
-  if (status) return status;
-  if (problem->target != SWATHE_CPU)
-    return sw_fail(SWATHE_UNSUPPORTED, "target %s is not built yet; there is cpu",
-                   swathe_target_name(problem->target));
-  return SWATHE_OK;
-}
-
 enum swathe_status sw_context_source(struct swathe_context *context,
-                                     const struct swathe_problem *problem,
-                                     enum swathe_direction direction, const char *isa,
-                                     const char *config, struct sw_gen_source *source)
+                                     const struct swathe_problem *problem, const char *kernel,
+                                     const char *isa, const char *config,
+                                     struct sw_gen_source *source)
 {
-  enum swathe_status status = check_served(problem);
-  if (status) return status;
-  const struct sw_gen_request request = {
-    .problem = problem,
-    .kernel = sw_context_kernel_name(direction),
-    .isa = isa ? isa : context->isa,
-  };
+  const struct sw_gen_request request = { .problem = problem, .kernel = kernel, .isa = isa };
   pthread_mutex_lock(&context->mutex);
-  status = sw_gen_emit(context->gen, &request, config, source);
+  const enum swathe_status status = sw_gen_emit(context->gen, &request, config, source);
   pthread_mutex_unlock(&context->mutex);
-  return status ? sw_within(status, "while emitting %s for %s", request.kernel, request.isa)
-                : SWATHE_OK;
+  return status ? sw_within(status, "while emitting %s for %s", kernel, isa) : SWATHE_OK;
 }
 
 enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
@@ -241,20 +250,17 @@ enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
 // `config`, or what a layer would use, in canonical form.
 static enum swathe_status settle_config(struct swathe_context *context,
                                         const struct swathe_problem *problem,
-                                        enum swathe_direction direction, const char *isa,
+                                        enum swathe_direction direction, const struct sw_aim *aim,
                                         const char *config, char *settled)
 {
   struct sw_choice choice;
-  const struct sw_gen_request request = {
-    .problem = problem,
-    .kernel = sw_context_kernel_name(direction),
-    .isa = isa ? isa : context->isa,
-  };
-  enum swathe_status status = check_served(problem);
+  const struct sw_gen_request request = { .problem = problem,
+                                          .kernel = sw_context_kernel_name(direction),
+                                          .isa = aim->isa };
+  enum swathe_status status;
 
-  if (status) return status;
-  if (!config && !strcmp(request.isa, context->isa)) {
-    status = sw_choose(context, problem, direction, &choice);
+  if (!config && aim->own) {
+    status = sw_choose(context, problem, direction, aim, &choice);
     if (!status) snprintf(settled, SW_CONFIG_TEXT, "%s", choice.config);
     return status;
   }
@@ -271,9 +277,13 @@ enum swathe_status swathe_emit(struct swathe_context *context, const struct swat
 {
   char settled[SW_CONFIG_TEXT];
   struct sw_gen_source source = { .text = NULL };
-  enum swathe_status status = settle_config(context, problem, direction, isa, config, settled);
+  struct sw_aim aim;
+  enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
 
-  if (!status) status = sw_context_source(context, problem, direction, isa, settled, &source);
+  if (!status) status = settle_config(context, problem, direction, &aim, config, settled);
+  if (!status)
+    status = sw_context_source(context, problem, sw_context_kernel_name(direction), aim.isa,
+                               settled, &source);
   if (status) return status;
   *text = source.text;
   source.text = NULL;
@@ -291,17 +301,20 @@ enum swathe_status swathe_compile(struct swathe_context *context,
   struct swathe_compiled result = { .cached = false };
   struct sw_gen_source source = { .text = NULL };
   struct sw_jit_report report;
+  struct sw_aim aim;
   char *log = NULL;
-  enum swathe_status status =
-      settle_config(context, problem, direction, isa, config, result.config);
+  enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
 
-  if (!status) status = sw_context_source(context, problem, direction, isa, result.config, &source);
+  if (!status) status = settle_config(context, problem, direction, &aim, config, result.config);
+  if (!status)
+    status = sw_context_source(context, problem, sw_context_kernel_name(direction), aim.isa,
+                               result.config, &source);
   if (status) return status;
   const struct sw_jit_request request = {
     .name = sw_context_kernel_name(direction),
     .source = source.text,
     .flags = source.flags,
-    .isa = isa ? isa : context->isa,
+    .isa = aim.isa,
   };
   status = sw_jit_warm(context->jit, &request, compile_deadline_s, &report, &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
@@ -338,49 +351,51 @@ static enum swathe_status find_symbols(struct sw_kernel *kernel, const char *nam
 
 // Emits, and loads what the cache has or the compiler makes.
 static enum swathe_status build_kernel(struct swathe_context *context,
-                                       const struct swathe_problem *problem,
-                                       enum swathe_direction direction, const char *config,
+                                       const struct sw_kernel_wanted *wanted,
                                        struct sw_kernel *kernel)
 {
-  const char *name = sw_context_kernel_name(direction);
   struct sw_gen_source source = { .text = NULL };
   char *log = NULL;
-  enum swathe_status status = sw_context_source(context, problem, direction, NULL, config, &source);
+  enum swathe_status status = sw_context_source(context, wanted->problem, wanted->name,
+                                                wanted->aim->isa, wanted->config, &source);
 
   if (status) return status;
-  const struct sw_jit_request request = {
-    .name = name, .source = source.text, .flags = source.flags, .isa = context->isa
-  };
+  const struct sw_jit_request request = { .name = wanted->name,
+                                          .source = source.text,
+                                          .flags = source.flags,
+                                          .isa = wanted->aim->isa };
   status = sw_jit_load(context->jit, &request, compile_deadline_s, &kernel->image, &kernel->report,
                        &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
   sw_gen_source_free(&source);
-  return status ? sw_within(status, "while loading %s with %s", name, config) : SWATHE_OK;
+  return status ? sw_within(status, "while loading %s with %s", wanted->name, wanted->config)
+                : SWATHE_OK;
 }
 
 // A kernel's origin decides its source, so that a warm start need not emit it.  The texts of a
 // directory change under way: with one, the source is always made.
 static enum swathe_status load_kernel(struct swathe_context *context,
-                                      const struct swathe_problem *problem,
-                                      enum swathe_direction direction, const char *config,
+                                      const struct sw_kernel_wanted *wanted,
                                       struct sw_kernel *kernel)
 {
-  const char *name = sw_context_kernel_name(direction);
   const char *digest = sw_gen_digest(context->gen);
   char text[SW_PROBLEM_TEXT], origin[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 256];
   enum swathe_status status = SWATHE_NOT_FOUND;
 
-  swathe_problem_format(problem, text, sizeof text);
-  snprintf(origin, sizeof origin, "%s %s %s %s %s", digest, name, context->isa, config, text);
+  if (wanted->aim->cuda)
+    return sw_fail(SWATHE_UNSUPPORTED, "kernels of the cuda target cannot be run yet");
+  swathe_problem_format(wanted->problem, text, sizeof text);
+  snprintf(origin, sizeof origin, "%s %s %s %s %s", digest, wanted->name, wanted->aim->isa,
+           wanted->config, text);
   if (!context->generator)
-    status = sw_jit_recall(context->jit, origin, name, &kernel->image, &kernel->report);
+    status = sw_jit_recall(context->jit, origin, wanted->name, &kernel->image, &kernel->report);
   if (status) {
-    status = build_kernel(context, problem, direction, config, kernel);
+    status = build_kernel(context, wanted, kernel);
     if (status) return status;
     if (!context->generator) sw_jit_remember(context->jit, origin, kernel->report.key);
   }
-  status = find_symbols(kernel, name);
-  return status ? sw_within(status, "in the image of %s", name) : SWATHE_OK;
+  status = find_symbols(kernel, wanted->name);
+  return status ? sw_within(status, "in the image of %s", wanted->name) : SWATHE_OK;
 }
 
 // The key's entry, new or old; *loading: the caller is the one to load it.  With the mutex held.
@@ -436,23 +451,25 @@ static struct swathe_problem kernel_problem(const struct swathe_problem *problem
 }
 
 enum swathe_status sw_context_kernel(struct swathe_context *context,
-                                     const struct swathe_problem *problem,
-                                     enum swathe_direction direction, const char *config,
+                                     const struct sw_kernel_wanted *wanted,
                                      const struct sw_kernel **kernel_out)
 {
   char text[SW_PROBLEM_TEXT], key[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 64];
   bool loading = false;
 
-  const struct swathe_problem made_for = kernel_problem(problem);
+  const struct swathe_problem made_for = kernel_problem(wanted->problem);
+  struct sw_kernel_wanted exactly = *wanted;
 
+  exactly.problem = &made_for;
   swathe_problem_format(&made_for, text, sizeof text);
-  snprintf(key, sizeof key, "%s %s %s %s", sw_context_kernel_name(direction), context->isa, config,
+  snprintf(key, sizeof key, "%s %s %d %s %s", wanted->name, wanted->aim->isa,
+           wanted->aim->device ? sw_device_cuda_ordinal(wanted->aim->device) : -1, wanted->config,
            text);
   pthread_mutex_lock(&context->mutex);
   struct sw_kernel *kernel = find_or_add(context, key, &loading);
   if (loading && kernel) {
     pthread_mutex_unlock(&context->mutex);
-    const enum swathe_status loaded = load_kernel(context, &made_for, direction, config, kernel);
+    const enum swathe_status loaded = load_kernel(context, &exactly, kernel);
     pthread_mutex_lock(&context->mutex);
     settle_kernel(context, kernel, loaded);
   }
@@ -529,12 +546,13 @@ enum swathe_status swathe_configs(struct swathe_context *context,
 {
   char config[SW_CONFIG_TEXT];
   struct sw_gen_walk *walk = NULL;
-  const struct sw_gen_request request = { .problem = problem,
-                                          .kernel = sw_context_kernel_name(direction),
-                                          .isa = context->isa };
-  enum swathe_status status = check_served(problem);
+  struct sw_aim aim;
+  enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
 
   if (status) return status;
+  const struct sw_gen_request request = { .problem = problem,
+                                          .kernel = sw_context_kernel_name(direction),
+                                          .isa = aim.isa };
   pthread_mutex_lock(&context->mutex);
   status = sw_gen_walk_begin(context->gen, &request, exhaustive, &walk);
   while (!status) {
@@ -601,9 +619,10 @@ enum swathe_status swathe_db_best(struct swathe_context *context,
                                   char *why, size_t why_size)
 {
   struct sw_choice choice;
-  enum swathe_status status = check_served(problem);
+  struct sw_aim aim;
+  enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
 
-  if (!status) status = sw_choose(context, problem, direction, &choice);
+  if (!status) status = sw_choose(context, problem, direction, &aim, &choice);
   if (status) return status;
   snprintf(config, config_size, "%s", choice.config);
   snprintf(why, why_size, "%s", choice.why);

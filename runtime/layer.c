@@ -69,7 +69,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
     const struct sw_gen_request request = {
       .problem = &layer->problem,
       .kernel = sw_context_kernel_name((enum swathe_direction)d),
-      .isa = layer->context->isa,
+      .isa = layer->aim.isa,
     };
     char config[SW_CONFIG_TEXT];
     all[0].configs[d][SW_CONFIG_TEXT - 1] = 0;
@@ -96,9 +96,11 @@ static void *load_kernel(void *arg)
 {
   struct kernel_load *load = arg;
   struct swathe_layer *layer = load->layer;
-  load->status =
-      sw_context_kernel(layer->context, &layer->problem, load->direction,
-                        layer->choices[load->direction].config, &layer->kernels[load->direction]);
+  const struct sw_kernel_wanted wanted = { .problem = &layer->problem,
+                                           .aim = &layer->aim,
+                                           .name = sw_context_kernel_name(load->direction),
+                                           .config = layer->choices[load->direction].config };
+  load->status = sw_context_kernel(layer->context, &wanted, &layer->kernels[load->direction]);
   if (load->status) snprintf(load->words, sizeof load->words, "%s", swathe_error());
   return NULL;
 }
@@ -126,19 +128,21 @@ enum swathe_status sw_layer_create(struct swathe_context *context,
                                    struct swathe_transport *transport, const char *const configs[2],
                                    unsigned directions, struct swathe_layer **layer_out)
 {
-  enum swathe_status status = swathe_problem_check(problem);
+  struct sw_aim aim;
+  enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
   if (status) return status;
   struct swathe_layer *layer = calloc(1, sizeof *layer);
   if (!layer) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer", sizeof *layer);
 
   layer->context = context;
   layer->problem = *problem;
+  layer->aim = aim;
   layer->transport = transport;
   for (int d = 0; d < 2 && !status; d++) {
     struct sw_choice *choice = &layer->choices[d];
     if (!(directions & 1u << d)) continue;
     if (!configs[d]) {
-      status = sw_choose(context, problem, (enum swathe_direction)d, choice);
+      status = sw_choose(context, problem, (enum swathe_direction)d, &aim, choice);
       continue;
     }
     snprintf(choice->config, sizeof choice->config, "%s", configs[d]);
@@ -280,7 +284,7 @@ size_t swathe_layer_explain(const struct swathe_layer *layer, char *data, size_t
     if (!layer->kernels[d]) continue;
     sw_problem_put(&text, "%-9s %s\n", sw_context_kernel_name((enum swathe_direction)d),
                    layer->choices[d].config);
-    sw_problem_put(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->context->isa,
+    sw_problem_put(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->aim.isa,
                    layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
   }
   if (!plan) return text.used;

@@ -9,6 +9,7 @@
 #include "../templates/kernel_abi.h"
 #include "../tuning_db/db.h"
 #include "device.h"
+#include "device_cuda.h"
 #include "gen.h"
 #include "halo.h"
 #include "jit.h"
@@ -16,10 +17,31 @@
 
 // ---- context.c ---------------------------------------------------------------------------------
 
+// What kernels of a problem are made for, and what runs them for the calling thread.
+struct sw_aim {
+  char isa[32];
+  bool own;                      // the isa is that of this machine, so its picks count
+  bool cuda;
+  struct sw_device_cuda *device; // of a CUDA problem; NULL: kernels are made, not run
+};
+
+// A kernel of a CUDA image.
+struct sw_cuda_function {
+  const char *name;
+  void *function;                // NULL: not in this image
+  struct sw_cuda_launch launch;
+};
+enum sw_cuda_kernel {
+  SW_CUDA_FORWARD,
+  SW_CUDA_DELTA, SW_CUDA_DQ, SW_CUDA_DKV, SW_CUDA_GATHER,
+  SW_CUDA_PACK, SW_CUDA_FILL, SW_CUDA_WIDEN, SW_CUDA_COMBINE,
+  SW_CUDA_KERNELS
+};
+
 // A loaded kernel; kept by the context until it closes.
 struct sw_kernel {
   struct sw_kernel *next;
-  char *key;                     // direction, isa, config and problem: what it was made from
+  char *key;                     // name, isa, device, config and problem: what it was made from
   enum { SW_KERNEL_LOADING, SW_KERNEL_READY, SW_KERNEL_FAILED } state;
   enum swathe_status status;     // of a failed one, with its words
   char *words;
@@ -29,7 +51,12 @@ struct sw_kernel {
   sw_workspace_query *workspace;
   sw_gather_kernel *gather;      // backward only
   int64_t tile_tokens;
+  struct sw_device_cuda *device; // of a CUDA image, instead of those above but the last
+  void *module;
+  struct sw_cuda_function functions[SW_CUDA_KERNELS];
 };
+
+enum { SW_CUDA_DEVICES = 16, SW_ISAS = 16 };
 
 struct swathe_context {
   struct sw_gen *gen;            // with `mutex`
@@ -39,8 +66,11 @@ struct swathe_context {
   char db_words[512];
   char *database;                // path; "" if there is nowhere to keep one
   char *generator;               // directory or NULL
-  char isa[32], processor[96];
+  char isa[32], processor[96];   // of the cpu target
   int32_t threads;
+  char *arch;                    // of the cuda target, or NULL: the device's
+  int32_t device;                // when the calling thread has no current one
+  struct sw_device_cuda *devices[SW_CUDA_DEVICES];  // by ordinal; with `mutex`
   enum swathe_mode mode;
   pthread_mutex_t mutex;
   pthread_cond_t loaded;         // a kernel left SW_KERNEL_LOADING
@@ -50,28 +80,57 @@ struct swathe_context {
 
 const char *sw_context_kernel_name(enum swathe_direction direction);
 
+// The names of a target's isas, the best first.
+struct sw_isa_names {
+  char names[SW_ISAS][32];
+  const char *list[SW_ISAS];
+  int32_t count;
+};
+enum swathe_status sw_context_isas(struct swathe_context *context, enum swathe_target target,
+                                   struct sw_isa_names *isas);
+
+// Checks the problem.  `isa` NULL: that of this machine, which for CUDA needs a device, or an arch
+// among the options.
+enum swathe_status sw_context_aim(struct swathe_context *context,
+                                  const struct swathe_problem *problem, const char *isa,
+                                  struct sw_aim *aim);
+
 // Loads the kernel (compiling it if no cache has it), or returns the one already loaded.  Borrowed
 // until the context closes.
+struct sw_kernel_wanted {
+  const struct swathe_problem *problem;
+  const struct sw_aim *aim;
+  const char *name, *config;
+};
 enum swathe_status sw_context_kernel(struct swathe_context *context,
-                                     const struct swathe_problem *problem,
-                                     enum swathe_direction direction, const char *config,
+                                     const struct sw_kernel_wanted *wanted,
                                      const struct sw_kernel **kernel);
 
-// The source for the context's isa (NULL) or another; free with sw_gen_source_free.
+// The source of a kernel; free with sw_gen_source_free.
 enum swathe_status sw_context_source(struct swathe_context *context,
-                                     const struct swathe_problem *problem,
-                                     enum swathe_direction direction, const char *isa,
-                                     const char *config, struct sw_gen_source *source);
+                                     const struct swathe_problem *problem, const char *kernel,
+                                     const char *isa, const char *config,
+                                     struct sw_gen_source *source);
 
 // Turns a compiler's log into the words of the failure, in the template's own lines; frees the log.
 enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
                                              enum swathe_status status, char *log);
 
-void sw_context_environment(const struct swathe_context *context,
+// Borrows from both.
+void sw_context_environment(const struct swathe_context *context, const struct sw_aim *aim,
                             struct sw_db_environment *environment);
 
 // Closes and opens the database again, so that what another handle wrote is seen.
 void sw_context_reopen_database(struct swathe_context *context);
+
+// ---- context_cuda.c ----------------------------------------------------------------------------
+
+// The device of the calling thread; the context keeps it.
+enum swathe_status sw_context_device(struct swathe_context *context,
+                                     struct sw_device_cuda **device);
+enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const char *isa,
+                                       struct sw_aim *aim);
+void sw_context_drop_devices(struct swathe_context *context);
 
 // ---- choose.c ----------------------------------------------------------------------------------
 
@@ -85,7 +144,8 @@ int32_t sw_choose_hops(const struct swathe_problem *problem);
 
 // The ladder: exact, near, default.  Always gives a valid config, except in SWATHE_REQUIRE mode.
 enum swathe_status sw_choose(struct swathe_context *context, const struct swathe_problem *problem,
-                             enum swathe_direction direction, struct sw_choice *choice);
+                             enum swathe_direction direction, const struct sw_aim *aim,
+                             struct sw_choice *choice);
 
 // ---- work.c ------------------------------------------------------------------------------------
 
@@ -133,8 +193,10 @@ struct sw_buffer {
 struct swathe_layer {
   struct swathe_context *context;
   struct swathe_problem problem;
+  struct sw_aim aim;
   struct swathe_transport *transport;  // NULL: a group of one
-  struct sw_device *device;
+  struct sw_device *device;            // of the cpu target
+  struct sw_pass_cuda *cuda;           // of the cuda target
   struct sw_halo_planner *planner;
   const struct sw_halo_plan *plan;     // NULL until sharded
   int32_t batch;

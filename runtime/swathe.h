@@ -232,6 +232,11 @@ struct swathe_options {
   const char *compiler;      // NULL: $SWATHE_CC, $CC, else cc
   const char *generator;     // directory of generator/ and templates/;
                              // NULL: $SWATHE_GENERATOR_DIR, else the built-in texts
+  // of the cuda target; nothing is looked for before a problem asks for it.  The driver is
+  // $SWATHE_LIBCUDA, else libcuda.so.1; the compiler $SWATHE_LIBNVRTC, else libnvrtc.so
+  int32_t device;            // when the calling thread has no current CUDA context, whose device
+                             // counts otherwise
+  const char *arch;          // "sm_80", "sm_90a", ...; NULL: $SWATHE_ARCH, else the device's
 };
 
 struct swathe_context;
@@ -249,6 +254,29 @@ SWATHE_API const char *swathe_database_path(const struct swathe_context *context
 
 // Frees text that a call returned.
 SWATHE_API void swathe_free(void *text);
+
+// ---- Memory ------------------------------------------------------------------------------------
+
+// Memory that a target's tensors may lie in, for programs that do not care which: on CUDA, of the
+// calling thread's device.  CUDA programs may as well pass memory of their own (that device's
+// primary context's, as PyTorch and the CUDA runtime have it).
+SWATHE_API enum swathe_status swathe_memory_allocate(struct swathe_context *context,
+                                                     enum swathe_target target, size_t bytes,
+                                                     void **memory);
+SWATHE_API void swathe_memory_free(struct swathe_context *context, enum swathe_target target,
+                                   void *memory);
+// Copies between host memory and a target's, and returns when it is done.  On CUDA in the order of
+// the default stream: work of other streams is waited for with swathe_stream_synchronize.
+SWATHE_API enum swathe_status swathe_memory_write(struct swathe_context *context,
+                                                  enum swathe_target target, void *to,
+                                                  const void *from, size_t bytes);
+SWATHE_API enum swathe_status swathe_memory_read(struct swathe_context *context,
+                                                 enum swathe_target target, void *to,
+                                                 const void *from, size_t bytes);
+// Waits for what was queued on the stream; failures of its kernels show here.  NULL: the default
+// stream.  On the CPU there is nothing to wait for.
+SWATHE_API enum swathe_status swathe_stream_synchronize(struct swathe_context *context,
+                                                        enum swathe_target target, void *stream);
 
 // ---- Layer -------------------------------------------------------------------------------------
 
@@ -294,7 +322,16 @@ SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer,
 // the largest.  `sharding` is not kept.
 SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
                                                  const struct swathe_sharding *sharding);
-// `stream` must be NULL on the CPU, where the calls return when the work is done.
+// On the CPU `stream` must be NULL, and the calls return when the work is done.
+//
+// On CUDA `stream` is a CUstream of the layer's device (NULL: the default stream).  Tensors, sink,
+// max_logits, dsink and halo are device memory.  The work goes in the order of the stream and the
+// call returns when it is queued; failures of kernels show at a later call.  Alone, or with a
+// transport that moves device memory, the calls may be captured in a CUDA graph: run forward and
+// backward once before, with tensors of the same strides, and capture anew after every
+// swathe_layer_shard.  With other transports a call waits, on the host, until the halo has come,
+// and a capture is refused.  One layer's calls on different streams are put in order; replays of
+// graphs are the caller's to order.
 SWATHE_API enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
                                                    const struct swathe_tensors *tensors,
                                                    void *stream);

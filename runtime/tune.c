@@ -27,6 +27,7 @@ struct tuning {
   const struct swathe_problem *problem;
   const struct swathe_tune_options *options;
   enum swathe_direction direction;
+  struct sw_aim aim;
   struct sw_db *db;
   int64_t session;
   struct sw_db_environment environment;
@@ -91,7 +92,7 @@ static struct sw_gen_request request_of(const struct tuning *tuning)
 {
   return (struct sw_gen_request){ .problem = tuning->problem,
                                   .kernel = sw_context_kernel_name(tuning->direction),
-                                  .isa = tuning->context->isa };
+                                  .isa = tuning->aim.isa };
 }
 
 // ---- Candidates -------------------------------------------------------------------------------
@@ -217,14 +218,16 @@ struct building {
 
 static void start_building(struct tuning *tuning, struct building *building)
 {
-  enum swathe_status status = sw_context_source(tuning->context, tuning->problem, tuning->direction,
-                                                NULL, building->config, &building->source);
+  enum swathe_status status = sw_context_source(tuning->context, tuning->problem,
+                                                sw_context_kernel_name(tuning->direction),
+                                                tuning->aim.isa, building->config,
+                                                &building->source);
   if (!status) {
     const struct sw_jit_request request = {
       .name = sw_context_kernel_name(tuning->direction),
       .source = building->source.text,
       .flags = building->source.flags,
-      .isa = tuning->context->isa,
+      .isa = tuning->aim.isa,
     };
     status = sw_jit_job_start(tuning->context->jit, &request, &building->job);
   }
@@ -400,7 +403,8 @@ static double find_limit_us(struct tuning *tuning)
   struct sw_limit limit = { 0 };
   double flops, bytes;
 
-  if (sw_context_source(tuning->context, tuning->problem, tuning->direction, NULL,
+  if (sw_context_source(tuning->context, tuning->problem,
+                        sw_context_kernel_name(tuning->direction), tuning->aim.isa,
                         tuning->candidates[0].config, &source))
     return 0;
   const enum swathe_status status =
@@ -505,6 +509,7 @@ struct call {
   const struct swathe_problem *problem;
   const struct swathe_tune_options *options;
   struct swathe_tuned *tuned;
+  struct sw_aim aim;
   struct sw_db *db;
   int64_t session;
   double end_s;
@@ -525,6 +530,7 @@ static enum swathe_status tune_both(struct call *call)
       .problem = call->problem,
       .options = call->options,
       .direction = (enum swathe_direction)d,
+      .aim = call->aim,
       .db = call->db,
       .session = call->session,
       .tuned = &call->tuned[d],
@@ -532,7 +538,7 @@ static enum swathe_status tune_both(struct call *call)
       .end_s = begin + (d == 0 && wanted[1] ? left / 2 : left),
     };
     bool done = false;
-    sw_context_environment(call->context, &tuning.environment);
+    sw_context_environment(call->context, &call->aim, &tuning.environment);
     status = recall_pick(&tuning, &done);
     if (!status && !done) status = tune_direction(&tuning);
     free_tuning(&tuning);
@@ -548,10 +554,12 @@ enum swathe_status swathe_tune(struct swathe_context *context, const struct swat
   const double wait_s = options->wait_s > 0 ? options->wait_s : default_wait_s;
   struct call call = { .context = context, .problem = problem, .options = options, .tuned = tuned };
   struct sw_lease lease = { .file = -1 };
-  enum swathe_status status = swathe_problem_check(problem);
+  enum swathe_status status = sw_context_aim(context, problem, NULL, &call.aim);
 
   memset(tuned, 0, 2 * sizeof *tuned);
   if (status) return status;
+  if (call.aim.cuda)
+    return sw_fail(SWATHE_UNSUPPORTED, "the cuda target cannot be tuned by this version");
   if (!*context->database)
     return sw_fail(SWATHE_DATABASE,
                    "there is no place for a tuning database: give one, or set SWATHE_DB");

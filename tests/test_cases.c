@@ -834,9 +834,11 @@ static void write_picks(const char *path, const struct swathe_problem *problem, 
                         char config[2][512])
 {
   struct sw_db_environment environment;
+  struct sw_aim aim;
   struct sw_db *db = NULL;
   int64_t session;
-  sw_context_environment(context, &environment);
+  assert_int_equal(sw_context_aim(context, problem, NULL, &aim), SWATHE_OK);
+  sw_context_environment(context, &aim, &environment);
   assert_int_equal(sw_db_open(path, SW_DB_WRITE, &db), SWATHE_OK);
   assert_int_equal(sw_db_session_begin(db, "a test", 1, &session), SWATHE_OK);
   for (int d = 0; d < 2; d++) {

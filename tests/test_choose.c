@@ -79,10 +79,12 @@ static void best_of(const struct swathe_problem *stored, const char *config,
   snprintf(path, sizeof path, "%s/%d.db", root, databases++);
   struct swathe_context *context = open_context(path);
   struct sw_db_environment environment;
+  struct sw_aim aim;
   struct sw_db *db = NULL;
   int64_t session;
 
-  sw_context_environment(context, &environment);
+  assert_int_equal(sw_context_aim(context, stored, NULL, &aim), SWATHE_OK);
+  sw_context_environment(context, &aim, &environment);
   assert_int_equal(sw_db_open(path, SW_DB_WRITE, &db), SWATHE_OK);
   assert_int_equal(sw_db_session_begin(db, "a test", 1, &session), SWATHE_OK);
   const struct sw_db_row row = { stored, "forward", &environment, config };

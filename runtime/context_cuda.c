@@ -1,0 +1,171 @@
+// context_cuda.c: the CUDA half of a context: its devices, what kernels are made for there, loaded
+// images; and memory of either target for callers who need not know which.
+#include "layer.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+// ---- Devices ------------------------------------------------------------------------------------
+
+enum swathe_status sw_context_device(struct swathe_context *context,
+                                     struct sw_device_cuda **device)
+{
+  int32_t ordinal = 0;
+  enum swathe_status status = sw_device_cuda_pick(context->device, &ordinal);
+
+  if (!status && (ordinal < 0 || ordinal >= SW_CUDA_DEVICES))
+    status = sw_fail(SWATHE_UNSUPPORTED, "CUDA device %d: only devices 0 to %d can be used",
+                     ordinal, SW_CUDA_DEVICES - 1);
+  if (status) return status;
+  pthread_mutex_lock(&context->mutex);
+  if (!context->devices[ordinal])
+    status = sw_device_cuda_create(ordinal, &context->devices[ordinal]);
+  if (!status) *device = context->devices[ordinal];
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+void sw_context_drop_devices(struct swathe_context *context)
+{
+  for (int i = 0; i < SW_CUDA_DEVICES; i++) sw_device_cuda_destroy(context->devices[i]);
+}
+
+static const char *find_name(const struct sw_isa_names *isas, const char *name)
+{
+  for (int32_t i = 0; i < isas->count; i++)
+    if (!strcmp(isas->list[i], name)) return isas->list[i];
+  return NULL;
+}
+
+struct name_list {
+  char text[SW_ISAS * 34];
+};
+
+static struct name_list list_names(const struct sw_isa_names *isas)
+{
+  struct name_list list = { "" };
+  size_t used = 0;
+  for (int32_t i = 0; i < isas->count; i++) {
+    const size_t left = sizeof list.text - used;
+    const int wrote = snprintf(list.text + used, left, "%s%s", i ? ", " : "", isas->list[i]);
+    if (wrote > 0 && (size_t)wrote < left) used += (size_t)wrote;
+  }
+  return list;
+}
+
+// The device's own isa.
+static enum swathe_status isa_of_device(const struct sw_isa_names *isas, struct sw_aim *aim)
+{
+  const char *isa = sw_device_cuda_isa(aim->device, isas->list, isas->count);
+  if (!isa)
+    return sw_fail(SWATHE_UNSUPPORTED, "there are no kernels for device %d (%s); there are %s",
+                   sw_device_cuda_ordinal(aim->device), sw_device_cuda_name(aim->device),
+                   list_names(isas).text);
+  snprintf(aim->isa, sizeof aim->isa, "%s", isa);
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const char *isa,
+                                       struct sw_aim *aim)
+{
+  const char *given = isa ? isa : context->arch;
+  struct sw_isa_names isas;
+  enum swathe_status status = sw_context_isas(context, SWATHE_CUDA, &isas);
+
+  if (status) return status;
+  if (given && !find_name(&isas, given))
+    return sw_fail(SWATHE_BAD_USE,
+                   "no architecture of the cuda target is called '%s'; there are %s", given,
+                   list_names(&isas).text);
+  // without a device kernels can still be made
+  status = sw_context_device(context, &aim->device);
+  if (status && given) aim->device = NULL;
+  else if (status)
+    return sw_within(status, "kernels can be made without a device when an architecture is named "
+                             "(--arch, SWATHE_ARCH): %s", list_names(&isas).text);
+  if (given) snprintf(aim->isa, sizeof aim->isa, "%s", given);
+  else status = isa_of_device(&isas, aim);
+  aim->own = !isa || (aim->device && !strcmp(aim->isa, isa));
+  return status;
+}
+
+// ---- Memory of either target --------------------------------------------------------------------
+
+enum swathe_status swathe_memory_allocate(struct swathe_context *context,
+                                          enum swathe_target target, size_t bytes, void **memory)
+{
+  struct sw_device_cuda *device = NULL;
+
+  if (target == SWATHE_CPU) {
+    void *found = aligned_alloc(64, (bytes + 63) / 64 * 64 + 64);
+    if (!found) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes of memory", bytes);
+    *memory = found;
+    return SWATHE_OK;
+  }
+  enum swathe_status status = sw_context_device(context, &device);
+  if (!status) status = sw_device_cuda_enter(device);
+  if (status) return status;
+  status = sw_device_cuda_allocate(device, bytes, memory);
+  sw_device_cuda_leave(device);
+  return status;
+}
+
+void swathe_memory_free(struct swathe_context *context, enum swathe_target target, void *memory)
+{
+  struct sw_device_cuda *device = NULL;
+
+  if (target == SWATHE_CPU) {
+    free(memory);
+    return;
+  }
+  if (!memory || sw_context_device(context, &device) || sw_device_cuda_enter(device)) return;
+  sw_device_cuda_free(device, memory);
+  sw_device_cuda_leave(device);
+}
+
+// One copy on the device's default stream, and the wait for it.
+static enum swathe_status copy(struct swathe_context *context, void *to, const void *from,
+                               size_t bytes, bool read)
+{
+  struct sw_device_cuda *device = NULL;
+  enum swathe_status status = sw_context_device(context, &device);
+
+  if (!status) status = sw_device_cuda_enter(device);
+  if (status) return status;
+  status = read ? sw_device_cuda_read(device, to, from, bytes, NULL)
+                : sw_device_cuda_write(device, to, from, bytes, NULL);
+  if (!status) status = sw_device_cuda_synchronize(device, NULL);
+  sw_device_cuda_leave(device);
+  return status;
+}
+
+enum swathe_status swathe_memory_write(struct swathe_context *context, enum swathe_target target,
+                                       void *to, const void *from, size_t bytes)
+{
+  if (target == SWATHE_CUDA) return copy(context, to, from, bytes, false);
+  if (bytes) memcpy(to, from, bytes);
+  return SWATHE_OK;
+}
+
+enum swathe_status swathe_memory_read(struct swathe_context *context, enum swathe_target target,
+                                      void *to, const void *from, size_t bytes)
+{
+  if (target == SWATHE_CUDA) return copy(context, to, from, bytes, true);
+  if (bytes) memcpy(to, from, bytes);
+  return SWATHE_OK;
+}
+
+enum swathe_status swathe_stream_synchronize(struct swathe_context *context,
+                                             enum swathe_target target, void *stream)
+{
+  struct sw_device_cuda *device = NULL;
+
+  if (target == SWATHE_CPU) return SWATHE_OK;
+  enum swathe_status status = sw_context_device(context, &device);
+  if (!status) status = sw_device_cuda_enter(device);
+  if (status) return status;
+  status = sw_device_cuda_synchronize(device, stream);
+  sw_device_cuda_leave(device);
+  return status;
+}
