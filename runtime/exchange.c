@@ -67,6 +67,10 @@ void sw_exchange_progress(void *arg)
 {
   struct sw_exchange *exchange = arg;
   if (!exchange->transport || exchange->done || exchange->status) return;
+  if (exchange->rounds) {
+    sw_baseline_progress(exchange);
+    return;
+  }
   exchange->status = exchange->transport->operations->test(exchange->transport, &exchange->done);
 }
 
@@ -101,7 +105,8 @@ static enum swathe_status post(struct swathe_layer *layer, void *out,
 
 enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exchange *exchange)
 {
-  if (!exchange->transport || exchange->done) return SWATHE_OK;
+  if (!exchange->transport || exchange->done) return exchange->status;
+  if (exchange->rounds) return sw_baseline_finish(layer, exchange);
   const double begin = sw_layer_now_us();
   const enum swathe_status status =
       exchange->status ? exchange->status
@@ -110,14 +115,13 @@ enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exch
   return status;
 }
 
-static void copy_keys(const struct swathe_layer *layer, struct sw_view to,
-                      const struct sw_view from, int64_t tokens, int32_t dim, size_t elem_bytes)
+void sw_exchange_copy(int32_t batch, int64_t tokens, int32_t heads, int32_t dim, struct sw_view to,
+                      struct sw_view from, size_t elem_bytes)
 {
-  const int32_t heads = layer->problem.kv_heads;
-  const bool together = from.head == dim || heads == 1;
+  const bool together = (from.head == dim && to.head == dim) || heads == 1;
   const size_t bytes = (size_t)dim * elem_bytes;
 
-  for (int32_t b = 0; b < layer->batch; b++)
+  for (int32_t b = 0; b < batch; b++)
     for (int64_t t = 0; t < tokens; t++) {
       char *out = offset(to.data, b * to.batch + t * to.token, elem_bytes);
       const char *in = offset(from.data, b * from.batch + t * from.token, elem_bytes);
@@ -126,7 +130,8 @@ static void copy_keys(const struct swathe_layer *layer, struct sw_view to,
         continue;
       }
       for (int32_t h = 0; h < heads; h++)
-        memcpy(out + (size_t)h * bytes, in + h * from.head * (int64_t)elem_bytes, bytes);
+        memcpy(out + h * to.head * (int64_t)elem_bytes, in + h * from.head * (int64_t)elem_bytes,
+               bytes);
     }
 }
 
@@ -138,16 +143,19 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
   const struct swathe_problem *p = &layer->problem;
   const size_t elem = sw_problem_elem_bytes(p);
 
+  *exchange = (struct sw_exchange){ .transport = NULL };
+  if (layer->muted) return SWATHE_OK;
+  if (layer->baseline) return sw_baseline_post_keys(layer, tensors, halo, exchange);
   for (int64_t m = 0; m < plan->send_message_count; m++) {
     const struct sw_halo_message *message = &plan->send_messages[m];
     for (int64_t i = message->segment_begin; i < message->segment_end; i++) {
       const struct sw_halo_segment *segment = &plan->sends[i];
       const struct sw_key_views to =
           sw_exchange_wire(layer, layer->send.data, elem, message, segment->slot);
-      copy_keys(layer, to.k, sw_exchange_tensor(&tensors->k, segment->row, elem), segment->tokens,
-                p->head_dim_qk, elem);
-      copy_keys(layer, to.v, sw_exchange_tensor(&tensors->v, segment->row, elem), segment->tokens,
-                p->head_dim_v, elem);
+      sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_qk, to.k,
+                       sw_exchange_tensor(&tensors->k, segment->row, elem), elem);
+      sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_v, to.v,
+                       sw_exchange_tensor(&tensors->v, segment->row, elem), elem);
     }
   }
   return post(layer, layer->send.data, plan->send_messages, plan->send_message_count, halo,
@@ -171,6 +179,9 @@ enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_e
   void *out = layer->send_sums.data, *in = layer->receive_sums.data;
   size_t elem = sizeof(float);
 
+  *exchange = (struct sw_exchange){ .transport = NULL };
+  if (layer->muted) return SWATHE_OK;
+  if (layer->baseline) return sw_baseline_post_sums(layer, exchange);
   if (narrows(layer)) {
     const float *sums = out;
     uint16_t *narrow = layer->send_narrow.data;
@@ -187,7 +198,7 @@ enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_e
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer, struct sw_exchange *exchange)
 {
   const enum swathe_status status = sw_exchange_finish(layer, exchange);
-  if (status || !narrows(layer)) return status;
+  if (status || !narrows(layer) || layer->baseline || layer->muted) return status;
   float *sums = layer->receive_sums.data;
   const uint16_t *narrow = layer->receive_narrow.data;
   for (size_t i = 0; i < sums_of(layer, layer->plan->send_tokens); i++)

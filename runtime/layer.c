@@ -38,6 +38,7 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer)
 // What every rank tells every other before the first message.
 struct agreement {
   char version[32], problem[SW_PROBLEM_TEXT], configs[2][SW_CONFIG_TEXT];
+  int32_t strategy;
 };
 
 // Rank 0 decides the configs; a rank whose isa cannot run them keeps its own, since kernels are
@@ -52,6 +53,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
   if (!all) return sw_fail(SWATHE_NO_MEMORY, "no memory to agree among %d ranks", ranks);
   snprintf(mine->version, sizeof mine->version, "%s", SWATHE_VERSION);
   swathe_problem_format(&layer->problem, mine->problem, sizeof mine->problem);
+  mine->strategy = (int32_t)layer->strategy;
   for (int d = 0; d < 2; d++)
     snprintf(mine->configs[d], sizeof mine->configs[d], "%s", layer->choices[d].config);
 
@@ -64,6 +66,10 @@ static enum swathe_status agree(struct swathe_layer *layer)
       status =
           sw_fail(SWATHE_DISAGREE, "rank %d has the problem\n    %.511s\n  but rank %d has\n    %s",
                   r, all[r].problem, sw_layer_rank(layer), mine->problem);
+    else if (all[r].strategy != mine->strategy)
+      status = sw_fail(SWATHE_DISAGREE, "rank %d shares by %s, rank %d by %s", r,
+                       swathe_strategy_name((enum swathe_strategy)all[r].strategy),
+                       sw_layer_rank(layer), swathe_strategy_name(layer->strategy));
   }
   for (int d = 0; d < 2 && !status && sw_layer_rank(layer) != 0; d++) {
     const struct sw_gen_request request = {
@@ -123,10 +129,12 @@ static enum swathe_status load_kernels(struct swathe_layer *layer, unsigned dire
   return SWATHE_OK;
 }
 
-enum swathe_status sw_layer_create(struct swathe_context *context,
-                                   const struct swathe_problem *problem,
-                                   struct swathe_transport *transport, const char *const configs[2],
-                                   unsigned directions, struct swathe_layer **layer_out)
+enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
+                                            const struct swathe_problem *problem,
+                                            struct swathe_transport *transport,
+                                            enum swathe_strategy strategy,
+                                            const char *const configs[2], unsigned directions,
+                                            struct swathe_layer **layer_out)
 {
   struct sw_aim aim;
   enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
@@ -138,6 +146,7 @@ enum swathe_status sw_layer_create(struct swathe_context *context,
   layer->problem = *problem;
   layer->aim = aim;
   layer->transport = transport;
+  layer->strategy = strategy;
   for (int d = 0; d < 2 && !status; d++) {
     struct sw_choice *choice = &layer->choices[d];
     if (!(directions & 1u << d)) continue;
@@ -149,6 +158,7 @@ enum swathe_status sw_layer_create(struct swathe_context *context,
     snprintf(choice->why, sizeof choice->why, "given by the caller");
   }
   if (!status && sw_layer_ranks(layer) > 1) status = agree(layer);
+  if (!status && strategy != SWATHE_HALO) status = sw_baseline_create(layer);
   if (!status) status = load_kernels(layer, directions);
   if (!status) status = sw_halo_planner_create(&layer->planner);
   if (!status) status = sw_device_cpu_create(context->threads, &layer->device);
@@ -160,25 +170,62 @@ enum swathe_status sw_layer_create(struct swathe_context *context,
   return SWATHE_OK;
 }
 
+enum swathe_status sw_layer_create(struct swathe_context *context,
+                                   const struct swathe_problem *problem,
+                                   struct swathe_transport *transport, const char *const configs[2],
+                                   unsigned directions, struct swathe_layer **layer)
+{
+  return sw_layer_create_strategy(context, problem, transport, SWATHE_HALO, configs, directions,
+                                  layer);
+}
+
+enum swathe_status swathe_layer_create_strategy(struct swathe_context *context,
+                                                const struct swathe_problem *problem,
+                                                struct swathe_transport *transport,
+                                                enum swathe_strategy strategy,
+                                                struct swathe_layer **layer)
+{
+  static const char *const choose_both[2];
+  return sw_layer_create_strategy(context, problem, transport, strategy, choose_both, 3, layer);
+}
+
 enum swathe_status swathe_layer_create(struct swathe_context *context,
                                        const struct swathe_problem *problem,
                                        struct swathe_transport *transport,
                                        struct swathe_layer **layer)
 {
-  static const char *const choose_both[2];
-  return sw_layer_create(context, problem, transport, choose_both, 3, layer);
+  return swathe_layer_create_strategy(context, problem, transport, SWATHE_HALO, layer);
 }
 
-void swathe_layer_destroy(struct swathe_layer *layer)
+// The layer's buffers, one after the other; NULL behind the last.
+static struct sw_buffer *buffer_of(struct swathe_layer *layer, size_t i)
 {
-  if (!layer) return;
   struct sw_buffer *const buffers[] = { &layer->send,          &layer->receive,
                                         &layer->send_sums,     &layer->receive_sums,
                                         &layer->own_sums,      &layer->spill_sums,
                                         &layer->head_sums,     &layer->send_narrow,
                                         &layer->receive_narrow };
-  for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
-    if (buffers[i]->data) sw_device_free(layer->device, buffers[i]->data);
+  return i < sizeof buffers / sizeof *buffers ? buffers[i] : NULL;
+}
+
+size_t swathe_layer_memory_bytes(const struct swathe_layer *layer)
+{
+  size_t bytes = sw_baseline_memory_bytes(layer);
+  const struct sw_buffer *buffer;
+  for (size_t i = 0; (buffer = buffer_of((struct swathe_layer *)layer, i)); i++)
+    bytes += buffer->bytes;
+  return bytes;
+}
+
+void swathe_layer_mute(struct swathe_layer *layer, bool muted) { layer->muted = muted; }
+
+void swathe_layer_destroy(struct swathe_layer *layer)
+{
+  if (!layer) return;
+  struct sw_buffer *buffer;
+  for (size_t i = 0; (buffer = buffer_of(layer, i)); i++)
+    if (buffer->data) sw_device_free(layer->device, buffer->data);
+  sw_baseline_destroy(layer);
   for (int d = 0; d < 2; d++) sw_work_free(&layer->work[d]);
   free(layer->terms);
   free(layer->messages);
@@ -189,8 +236,8 @@ void swathe_layer_destroy(struct swathe_layer *layer)
 
 // ---- Shard --------------------------------------------------------------------------------------
 
-static enum swathe_status reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
-                                        size_t bytes)
+enum swathe_status sw_layer_reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
+                                          size_t bytes)
 {
   if (bytes <= buffer->bytes) return SWATHE_OK;
   if (buffer->data) sw_device_free(layer->device, buffer->data);
@@ -203,16 +250,16 @@ static enum swathe_status reserve_bytes(struct swathe_layer *layer, struct sw_bu
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes)
 {
-  return reserve_bytes(layer, buffer,
-                       (size_t)tokens * (size_t)layer->batch *
-                           (size_t)sw_layer_token_elements(layer) * elem_bytes);
+  return sw_layer_reserve_bytes(layer, buffer,
+                                (size_t)tokens * (size_t)layer->batch *
+                                    (size_t)sw_layer_token_elements(layer) * elem_bytes);
 }
 
 enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units)
 {
   const size_t bytes =
       (size_t)units * (size_t)layer->batch * (size_t)layer->problem.q_heads * sizeof(float);
-  return reserve_bytes(layer, &layer->head_sums, bytes);
+  return sw_layer_reserve_bytes(layer, &layer->head_sums, bytes);
 }
 
 static enum swathe_status reserve_messages(struct swathe_layer *layer)
@@ -257,6 +304,7 @@ enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
   status = sw_layer_reserve(layer, &layer->send, plan->send_tokens, elem);
   if (!status) status = sw_layer_reserve(layer, &layer->receive, plan->receive_tokens, elem);
   if (!status) status = reserve_messages(layer);
+  if (!status && layer->strategy != SWATHE_HALO) status = sw_baseline_shard(layer, sharding);
   if (status) layer->plan = NULL;
   return status;
 }
@@ -264,6 +312,7 @@ enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
 size_t swathe_layer_halo_bytes(const struct swathe_layer *layer)
 {
   if (!layer->plan) return 0;
+  if (layer->strategy == SWATHE_A2A) return sw_baseline_heads_kept_bytes(layer);
   return (size_t)layer->plan->receive_tokens * (size_t)layer->batch *
          (size_t)sw_problem_token_bytes(&layer->problem);
 }
@@ -287,6 +336,8 @@ size_t swathe_layer_explain(const struct swathe_layer *layer, char *data, size_t
     sw_problem_put(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->aim.isa,
                    layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
   }
+  if (layer->strategy != SWATHE_HALO)
+    sw_problem_put(&text, "shared by %s\n", swathe_strategy_name(layer->strategy));
   if (!plan) return text.used;
   sw_problem_put(&text,
                  "halo      rank %d of %d: %" PRId64 " tokens from %" PRId64

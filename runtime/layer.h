@@ -1,6 +1,7 @@
 // layer.h: the private face of the meeting place: context.c (opens the specialists and keeps loaded
 // kernels), choose.c (which config), work.c (plan -> units and runs), layer.c (create and shard),
-// exchange.c (what travels), pass.c (forward and backward), doctor.c, and the tuner beside them.
+// exchange.c (what travels), pass.c (forward and backward), baseline.c and baseline_heads.c (other
+// ways to share), doctor.c, and the tuner beside them.
 #ifndef SW_LAYER_H
 #define SW_LAYER_H
 
@@ -190,8 +191,15 @@ struct sw_buffer {
   size_t bytes;
 };
 
+struct sw_baseline;
+struct sw_baseline_heads;
+
 struct swathe_layer {
   struct swathe_context *context;
+  enum swathe_strategy strategy;
+  struct sw_baseline *baseline;        // NULL: the halo, or heads
+  struct sw_baseline_heads *baseline_heads;  // SWATHE_A2A
+  bool muted;                          // see swathe_layer_mute
   struct swathe_problem problem;
   struct sw_aim aim;
   struct swathe_transport *transport;  // NULL: a group of one
@@ -223,6 +231,10 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer);
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes);
 
+// At least so many bytes, likewise.
+enum swathe_status sw_layer_reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
+                                          size_t bytes);
+
 // Room for a float per unit, batch row and query head.
 enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units);
 
@@ -233,6 +245,10 @@ double sw_layer_now_us(void);
 // The rank's own rows from `row` on.
 struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t row,
                                   size_t elem_bytes);
+
+// Copies [batch][tokens][heads][dim] from one view to the other.
+void sw_exchange_copy(int32_t batch, int64_t tokens, int32_t heads, int32_t dim, struct sw_view to,
+                      struct sw_view from, size_t elem_bytes);
 
 struct sw_key_views {
   struct sw_view k, v;
@@ -250,6 +266,7 @@ struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *bas
 // One phase of the exchange while units run.
 struct sw_exchange {
   struct swathe_transport *transport;  // NULL: nothing to move
+  struct swathe_layer *rounds;         // of a baseline, whose exchange has rounds; else NULL
   bool done;
   enum swathe_status status;
 };
@@ -272,5 +289,44 @@ enum swathe_status sw_layer_create(struct swathe_context *context,
                                    const struct swathe_problem *problem,
                                    struct swathe_transport *transport, const char *const configs[2],
                                    unsigned directions, struct swathe_layer **layer);
+// The same for any strategy.
+enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
+                                            const struct swathe_problem *problem,
+                                            struct swathe_transport *transport,
+                                            enum swathe_strategy strategy,
+                                            const char *const configs[2], unsigned directions,
+                                            struct swathe_layer **layer);
+
+// ---- baseline.c ---------------------------------------------------------------------------------
+
+// What the layer's strategy needs; SWATHE_UNSUPPORTED if it cannot serve the problem.  Destroy
+// while the layer has its device.
+enum swathe_status sw_baseline_create(struct swathe_layer *layer);
+void sw_baseline_destroy(struct swathe_layer *layer);
+enum swathe_status sw_baseline_shard(struct swathe_layer *layer,
+                                     const struct swathe_sharding *sharding);
+size_t sw_baseline_memory_bytes(const struct swathe_layer *layer);
+
+// They take the place of the functions of exchange.c: keys come to where the plan wants them, sums
+// leave from and arrive where the plan has them.
+enum swathe_status sw_baseline_post_keys(struct swathe_layer *layer,
+                                         const struct swathe_tensors *tensors, void *halo,
+                                         struct sw_exchange *exchange);
+enum swathe_status sw_baseline_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange);
+void sw_baseline_progress(struct sw_exchange *exchange);
+enum swathe_status sw_baseline_finish(struct swathe_layer *layer, struct sw_exchange *exchange);
+
+// ---- baseline_heads.c: SWATHE_A2A ---------------------------------------------------------------
+
+enum swathe_status sw_baseline_heads_create(struct swathe_layer *layer);
+void sw_baseline_heads_destroy(struct swathe_layer *layer);
+enum swathe_status sw_baseline_heads_shard(struct swathe_layer *layer,
+                                           const struct swathe_sharding *sharding);
+size_t sw_baseline_heads_memory_bytes(const struct swathe_layer *layer);
+size_t sw_baseline_heads_kept_bytes(const struct swathe_layer *layer);
+// In the place of a pass: deals out, runs the inner layer, deals back.
+enum swathe_status sw_baseline_heads_pass(struct swathe_layer *layer,
+                                          enum swathe_direction direction,
+                                          const struct swathe_tensors *tensors);
 
 #endif

@@ -225,6 +225,8 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   if (!status && tensors->max_logits) status = sw_layer_reserve_heads(layer, work->unit_count);
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };
+  if (layer->strategy == SWATHE_A2A)
+    return sw_baseline_heads_pass(layer, SWATHE_FORWARD, tensors);
   void *halo = tensors->halo ? tensors->halo : layer->receive.data;
   point_runs(layer, SWATHE_FORWARD, tensors, halo);
   const struct sw_attention_args args = attention_args(layer, SWATHE_FORWARD, tensors);
@@ -431,6 +433,8 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
   enum swathe_status status = check_call(layer, SWATHE_BACKWARD, tensors, stream);
 
+  if (!status && layer->strategy == SWATHE_A2A)
+    return sw_baseline_heads_pass(layer, SWATHE_BACKWARD, tensors);
   if (!status) status = reserve_backward(layer);
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };

@@ -26,6 +26,11 @@ static const char *const layout_names[] = {
   [SWATHE_SPANS] = "spans",
 };
 
+static const char *const strategy_names[] = {
+  [SWATHE_HALO] = "halo", [SWATHE_ALL_GATHER] = "all_gather", [SWATHE_A2A] = "a2a",
+  [SWATHE_RING] = "ring", [SWATHE_RING_ALL] = "ring_all",
+};
+
 #define COUNT(array) ((int)(sizeof(array) / sizeof(array)[0]))
 
 const char *swathe_dtype_name(enum swathe_dtype dtype)
@@ -41,6 +46,11 @@ const char *swathe_target_name(enum swathe_target target)
 const char *swathe_layout_name(enum swathe_layout layout)
 {
   return (unsigned)layout < (unsigned)COUNT(layout_names) ? layout_names[layout] : "?";
+}
+
+const char *swathe_strategy_name(enum swathe_strategy strategy)
+{
+  return (unsigned)strategy < (unsigned)COUNT(strategy_names) ? strategy_names[strategy] : "?";
 }
 
 // Index of `name` in `names`, or SWATHE_NOT_FOUND with the names there are.
@@ -83,6 +93,15 @@ enum swathe_status swathe_layout_parse(const char *name, enum swathe_layout *lay
   const enum swathe_status status =
       name_index("layout", layout_names, COUNT(layout_names), name, &index);
   if (!status) *layout = (enum swathe_layout)index;
+  return status;
+}
+
+enum swathe_status swathe_strategy_parse(const char *name, enum swathe_strategy *strategy)
+{
+  int index = 0;
+  const enum swathe_status status =
+      name_index("strategy", strategy_names, COUNT(strategy_names), name, &index);
+  if (!status) *strategy = (enum swathe_strategy)index;
   return status;
 }
 

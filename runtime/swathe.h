@@ -313,6 +313,40 @@ SWATHE_API enum swathe_status swathe_layer_create(struct swathe_context *context
                                                   const struct swathe_problem *problem,
                                                   struct swathe_transport *transport,
                                                   struct swathe_layer **layer);
+
+// How the ranks of a layer come by the keys of others.  All give the same results, within rounding,
+// through the same kernels and transport; they differ in what travels.  SWATHE_HALO is what swathe
+// is for, the others are what it is compared with.
+enum swathe_strategy {
+  SWATHE_HALO,        // exactly the keys that the window sees
+  SWATHE_ALL_GATHER,  // all of K and V to every rank, round a ring, of which the halo is kept;
+                      // backward, gradients of whole shares are summed on their way home round it
+  SWATHE_A2A,         // heads instead of tokens: q, k and v are dealt out by heads, out and lse
+                      // back by tokens; the ranks must divide both head counts
+  SWATHE_RING,        // whole shares go round as many ranks as the window reaches
+  SWATHE_RING_ALL,    // whole shares go all the way round
+};
+SWATHE_API const char *swathe_strategy_name(enum swathe_strategy strategy);
+SWATHE_API enum swathe_status swathe_strategy_parse(const char *name,
+                                                    enum swathe_strategy *strategy);
+
+// As swathe_layer_create, which is SWATHE_HALO.  Every rank gives the same strategy.
+// SWATHE_UNSUPPORTED: the problem cannot be shared like that, or not on its target.
+SWATHE_API enum swathe_status swathe_layer_create_strategy(struct swathe_context *context,
+                                                           const struct swathe_problem *problem,
+                                                           struct swathe_transport *transport,
+                                                           enum swathe_strategy strategy,
+                                                           struct swathe_layer **layer);
+
+// Bytes of the layer's own buffers under the shardings it has seen, swathe_tensors.halo not among
+// them: what attention takes beside the caller's tensors, kernels' workspaces aside.
+SWATHE_API size_t swathe_layer_memory_bytes(const struct swathe_layer *layer);
+
+// Muted, a layer computes as always but exchanges nothing: it takes what the last exchange left, so
+// that results are right only if nothing changed since.  With it a bench tells what communication
+// costs.  Every rank mutes, or none.
+SWATHE_API void swathe_layer_mute(struct swathe_layer *layer, bool muted);
+
 // From now on the layer works in another group, as dynamic context parallelism asks; NULL: alone.
 // No communication: every rank of the new group has a layer of the same problem, made in any group
 // with the same database.  The layer has no sharding until the next swathe_layer_shard.
@@ -339,7 +373,8 @@ SWATHE_API enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
                                                     const struct swathe_tensors *tensors,
                                                     void *stream);
 
-// Bytes of swathe_tensors.halo under the current sharding; 0 if this rank needs no halo.
+// Bytes of swathe_tensors.halo under the current sharding; 0 if this rank needs no halo.  With
+// SWATHE_A2A forward keeps all that it was dealt there, and backward need not ask for it again.
 SWATHE_API size_t swathe_layer_halo_bytes(const struct swathe_layer *layer);
 
 // Where the time of the last forward or backward went, and what it moved.

@@ -65,11 +65,10 @@ static void *be_rank(void *arg)
   struct swathe_transport *transport =
       member->threads ? swathe_threads_rank(member->threads, member->rank) : NULL;
 
-  if (group->configs)
-    member->status =
-        sw_layer_create(group->context, group->problem, transport, group->configs, 3, &layer);
-  else
-    member->status = swathe_layer_create(group->context, group->problem, transport, &layer);
+  static const char *const chosen[2];
+  member->status =
+      sw_layer_create_strategy(group->context, group->problem, transport, group->strategy,
+                               group->configs ? group->configs : chosen, 3, &layer);
   if (!member->status && group->before) member->status = play_before(member, layer);
   if (!member->status) member->status = play(member, layer);
   if (member->status) {

@@ -16,6 +16,7 @@ struct group_case {
   struct share_form form;
   const char *const *configs;  // [2] by direction, or NULL: what the layer chooses
   const char *script;
+  enum swathe_strategy strategy;
   bool keep_halo;     // pass a halo buffer from forward to backward
   double deadline_s;  // 0: 20 s
 };
