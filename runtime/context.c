@@ -388,11 +388,12 @@ static enum swathe_status load_kernel(struct swathe_context *context,
   snprintf(origin, sizeof origin, "%s %s %s %s %s", digest, wanted->name, wanted->aim->isa,
            wanted->config, text);
   if (!context->generator)
-    status = sw_jit_recall(context->jit, origin, wanted->name, &kernel->image, &kernel->report);
+    status = sw_jit_recall(context->jit, SW_JIT_CC, origin, wanted->name, &kernel->image,
+                           &kernel->report);
   if (status) {
     status = build_kernel(context, wanted, kernel);
     if (status) return status;
-    if (!context->generator) sw_jit_remember(context->jit, origin, kernel->report.key);
+    if (!context->generator) sw_jit_remember(context->jit, SW_JIT_CC, origin, kernel->report.key);
   }
   status = find_symbols(kernel, wanted->name);
   return status ? sw_within(status, "in the image of %s", wanted->name) : SWATHE_OK;

@@ -2,12 +2,14 @@
 //
 // The order of a load: who is the compiler (its identity is part of the key, and is itself
 // remembered in the cache, so that a warm start starts no process) -> cache -> the right to compile
-// -> cache again -> compile -> publish -> dlopen from memory.  What was compiled is used from
-// memory and never read back.
+// -> cache again -> compile -> publish -> dlopen from memory (a CUDA image stays bytes, for the
+// driver).  What was compiled is used from memory and never read back.
 #include "jit.h"
 
 #include "jit_cache.h"
 #include "jit_cc.h"
+#include "jit_cuda.h"
+#include "jit_nvrtc.h"
 
 #include <assert.h>
 #include <dlfcn.h>
@@ -50,30 +52,47 @@ struct flight {
   char key[KEY_TEXT];
 };
 
+// One of the compilers; `identity` stands still once `identified`.
+struct compiler {
+  bool identified, recorded;
+  bool present;                     // else the identity is the last that the cache has seen
+  char version[LINE], problem[1024];
+  char *identity;                   // the C compiler's: version, machine and arguments, a line each
+};
+
 struct sw_jit {
   struct sw_jit_cache *cache;
-  char *command;
+  char *command;                    // of the C compiler
   pthread_mutex_t mutex;            // of kept and flights
   pthread_cond_t landed;
   struct kept *kept;
   struct flight *flights;
 
-  pthread_mutex_t compiler_mutex;   // of the rest; `identity` stands still once `identified`
-  bool identified, recorded;
-  struct sw_jit_cc *cc;             // NULL: none here; the identity is the last the cache has seen
-  char path[PATH_MAX], version[LINE], machine[LINE], problem[1024];
-  char *identity;                   // version, machine and arguments, a line each
+  pthread_mutex_t compiler_mutex;   // of the rest
+  struct compiler compilers[SW_JIT_COMPILERS];
+  struct sw_jit_cc *cc;             // NULL: none here
+  struct sw_jit_nvrtc *nvrtc;       // likewise
+  char path[PATH_MAX], machine[LINE];  // of the C compiler
 };
 
 struct sw_jit_image {
+  unsigned char *bytes;             // of a CUDA image, owned; else NULL
+  struct sw_jit_cuda_parts parts;   // point into them
   void *handle;
   int memory;                       // open as long as the image: glibc knows it by /proc/self/fd/N
   char name[64];
 };
 
+// A compilation under way, by one of the two; none: both are NULL.
+struct run {
+  struct sw_jit_cc_run *cc;
+  struct sw_jit_nvrtc_run *nvrtc;
+};
+
 struct sw_jit_job {
   struct sw_jit *jit;
-  struct sw_jit_cc_run *run;        // NULL: the binary was there already
+  struct run run;                   // none: the binary was there already
+  enum sw_jit_compiler compiler;
   char key[KEY_TEXT], name[64], isa[32];
 };
 
@@ -122,7 +141,8 @@ void sw_jit_close(struct sw_jit *jit)
   }
   sw_jit_cache_close(jit->cache);
   sw_jit_cc_free(jit->cc);
-  free(jit->identity);
+  sw_jit_nvrtc_close(jit->nvrtc);
+  for (int i = 0; i < SW_JIT_COMPILERS; i++) free(jit->compilers[i].identity);
   free(jit->command);
   pthread_cond_destroy(&jit->landed);
   pthread_mutex_destroy(&jit->mutex);
@@ -153,75 +173,104 @@ static void note_name(const struct sw_jit *jit, char *name, size_t size)
   snprintf(name, size, "compilers/%.32s", hex);
 }
 
-static enum swathe_status adopt_identity(struct sw_jit *jit, const char *identity)
+static enum swathe_status adopt_identity(struct compiler *compiler, const char *identity)
 {
-  jit->identity = strdup(identity);
-  if (!jit->identity) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
+  compiler->identity = strdup(identity);
+  if (!compiler->identity) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's name");
   const size_t line = strcspn(identity, "\n");
-  snprintf(jit->version, sizeof jit->version, "%.*s", (int)line, identity);
+  snprintf(compiler->version, sizeof compiler->version, "%.*s", (int)line, identity);
   return SWATHE_OK;
 }
 
-// Asks the compiler, unless the cache remembers what this very compiler said.
+// Asks the C compiler, unless the cache remembers what this very compiler said.
 static enum swathe_status identify_found(struct sw_jit *jit, double deadline_s)
 {
+  struct compiler *compiler = &jit->compilers[SW_JIT_CC];
   char name[64], text[2048];
   note_name(jit, name, sizeof name);
   if (!sw_jit_cache_read_note(jit->cache, name, text, sizeof text)) {
-    enum swathe_status status = sw_jit_cc_ask(jit->cc, "--version", deadline_s, jit->version, LINE);
+    enum swathe_status status =
+        sw_jit_cc_ask(jit->cc, "--version", deadline_s, compiler->version, LINE);
     if (status) return status;
     if (sw_jit_cc_ask(jit->cc, "-dumpmachine", deadline_s, jit->machine, LINE))
       strcpy(jit->machine, "unknown machine");
-    snprintf(text, sizeof text, "%s\n%s\n%.1024s\n", jit->version, jit->machine,
+    snprintf(text, sizeof text, "%s\n%s\n%.1024s\n", compiler->version, jit->machine,
              sw_jit_cc_arguments(jit->cc));
   }
-  return adopt_identity(jit, text);
+  return adopt_identity(compiler, text);
 }
 
-// Under compiler_mutex.  A failure is not remembered: a compiler may be installed meanwhile.
-static enum swathe_status identify_locked(struct sw_jit *jit, double deadline_s)
+static enum swathe_status find_cc(struct sw_jit *jit, double deadline_s)
 {
-  char text[2048];
-  if (jit->identified) return SWATHE_OK;
+  struct compiler *compiler = &jit->compilers[SW_JIT_CC];
   enum swathe_status status = sw_jit_cc_find(jit->command, &jit->cc);
-  if (!status) {
-    snprintf(jit->path, sizeof jit->path, "%s", sw_jit_cc_path(jit->cc));
-    status = identify_found(jit, deadline_s);
-  } else if (status == SWATHE_COMPILE) {
-    snprintf(jit->problem, sizeof jit->problem, "%s", swathe_error());
-    if (sw_jit_cache_read_note(jit->cache, "compilers/last", text, sizeof text))
-      status = adopt_identity(jit, text);
-  }
-  jit->identified = status == SWATHE_OK;
-  if (status) {
-    snprintf(jit->problem, sizeof jit->problem, "%s", swathe_error());
-    sw_jit_cc_free(jit->cc);
-    jit->cc = NULL;
-  }
+  if (status) return status;
+  snprintf(jit->path, sizeof jit->path, "%s", sw_jit_cc_path(jit->cc));
+  status = identify_found(jit, deadline_s);
+  compiler->present = status == SWATHE_OK;
+  if (!status) return SWATHE_OK;
+  sw_jit_cc_free(jit->cc);
+  jit->cc = NULL;
   return status;
 }
 
-static enum swathe_status identify(struct sw_jit *jit, double deadline_s)
+static enum swathe_status find_nvrtc(struct sw_jit *jit)
+{
+  struct compiler *compiler = &jit->compilers[SW_JIT_NVRTC];
+  enum swathe_status status = SWATHE_OK;
+  if (!jit->nvrtc) status = sw_jit_nvrtc_open(&jit->nvrtc);
+  compiler->present = status == SWATHE_OK;
+  return status ? status : adopt_identity(compiler, sw_jit_nvrtc_version(jit->nvrtc));
+}
+
+static const char *last_note(enum sw_jit_compiler which)
+{
+  return which == SW_JIT_CC ? "compilers/last" : "compilers/last-nvrtc";
+}
+
+// Under compiler_mutex.  A failure is not remembered: a compiler may be installed meanwhile.
+static enum swathe_status identify_locked(struct sw_jit *jit, enum sw_jit_compiler which,
+                                          double deadline_s)
+{
+  struct compiler *compiler = &jit->compilers[which];
+  char text[2048];
+  if (compiler->identified) return SWATHE_OK;
+  enum swathe_status status = which == SW_JIT_CC ? find_cc(jit, deadline_s) : find_nvrtc(jit);
+  if (status) snprintf(compiler->problem, sizeof compiler->problem, "%s", swathe_error());
+  const bool absent = which == SW_JIT_CC ? !*jit->path : !jit->nvrtc;
+  if (status == SWATHE_COMPILE && absent &&
+      sw_jit_cache_read_note(jit->cache, last_note(which), text, sizeof text))
+    status = adopt_identity(compiler, text);
+  compiler->identified = status == SWATHE_OK;
+  return status;
+}
+
+static enum swathe_status identify(struct sw_jit *jit, enum sw_jit_compiler which,
+                                   double deadline_s)
 {
   pthread_mutex_lock(&jit->compiler_mutex);
-  const enum swathe_status status = identify_locked(jit, deadline_s < ask_s ? deadline_s : ask_s);
+  const enum swathe_status status =
+      identify_locked(jit, which, deadline_s < ask_s ? deadline_s : ask_s);
   pthread_mutex_unlock(&jit->compiler_mutex);
   return status;
 }
 
 // After the first binary of this compiler is in the cache: what it said, for warm starts; and that
 // it was the last one, for machines that have the cache but no compiler.
-static void record_compiler(struct sw_jit *jit)
+static void record_compiler(struct sw_jit *jit, enum sw_jit_compiler which)
 {
+  struct compiler *compiler = &jit->compilers[which];
   char name[64];
   pthread_mutex_lock(&jit->compiler_mutex);
-  const bool recorded = jit->recorded;
-  jit->recorded = true;
+  const bool recorded = compiler->recorded;
+  compiler->recorded = true;
   pthread_mutex_unlock(&jit->compiler_mutex);
   if (recorded) return;
-  note_name(jit, name, sizeof name);
-  sw_jit_cache_write_note(jit->cache, name, jit->identity);
-  sw_jit_cache_write_note(jit->cache, "compilers/last", jit->identity);
+  if (which == SW_JIT_CC) {
+    note_name(jit, name, sizeof name);
+    sw_jit_cache_write_note(jit->cache, name, compiler->identity);
+  }
+  sw_jit_cache_write_note(jit->cache, last_note(which), compiler->identity);
 }
 
 const char *sw_jit_directory(struct sw_jit *jit)
@@ -231,14 +280,27 @@ const char *sw_jit_directory(struct sw_jit *jit)
 
 void sw_jit_state(struct sw_jit *jit, struct sw_jit_state *state)
 {
-  const bool identified = identify(jit, ask_s) == SWATHE_OK;
+  const bool identified = identify(jit, SW_JIT_CC, ask_s) == SWATHE_OK;
+  const struct compiler *compiler = &jit->compilers[SW_JIT_CC];
   const char *problem = sw_jit_cache_problem(jit->cache);
   *state = (struct sw_jit_state){
     .directory = sw_jit_cache_directory(jit->cache),
     .compiler = jit->path,
-    .compiler_version = identified ? jit->version : "",
-    .problem = *problem ? problem : jit->problem,
+    .compiler_version = identified ? compiler->version : "",
+    .problem = *problem ? problem : compiler->problem,
     .writable = sw_jit_cache_writable(jit->cache),
+  };
+}
+
+void sw_jit_nvrtc_state(struct sw_jit *jit, struct sw_jit_nvrtc_state *state)
+{
+  identify(jit, SW_JIT_NVRTC, ask_s);
+  const struct compiler *compiler = &jit->compilers[SW_JIT_NVRTC];
+  *state = (struct sw_jit_nvrtc_state){
+    .path = compiler->present ? sw_jit_nvrtc_path(jit->nvrtc) : "",
+    .version = compiler->present ? compiler->version : "",
+    .isas = compiler->present ? sw_jit_nvrtc_isas(jit->nvrtc) : "",
+    .problem = compiler->problem,
   };
 }
 
@@ -260,7 +322,7 @@ static void make_key(const struct sw_jit *jit, const struct sw_jit_request *requ
   SHA256Init(&context);
   add_field(&context, request->source);
   add_field(&context, request->flags);
-  add_field(&context, jit->identity);
+  add_field(&context, jit->compilers[request->compiler].identity);
   add_field(&context, request->isa);
   SHA256Final(bytes, &context);
   for (int i = 0; i < SHA256_DIGEST_LENGTH; i++) snprintf(key + 2 * i, 3, "%02x", bytes[i]);
@@ -283,7 +345,7 @@ static bool find_kept(struct sw_jit *jit, const char *key, struct binary *binary
   return found;
 }
 
-static bool find(struct sw_jit *jit, const char *key, struct binary *binary)
+static bool look_for(struct sw_jit *jit, const char *key, struct binary *binary)
 {
   return find_kept(jit, key, binary) ||
          sw_jit_cache_read(jit->cache, key, &binary->bytes, &binary->size);
@@ -307,13 +369,35 @@ static void reject(struct sw_jit *jit, const char *key)
   sw_jit_cache_move_aside(jit->cache, key, "does not load");
 }
 
-// Onto the disk, else into memory.  Neither can fail the caller, who has the bytes.
-static void publish(struct sw_jit *jit, const char *key, const char *name, const char *isa,
-                    const struct binary *binary)
+static bool find(struct sw_jit *jit, enum sw_jit_compiler compiler, const char *key,
+                 struct binary *binary)
 {
-  const struct sw_jit_cache_label label = { .name = name, .isa = isa, .compiler = jit->version };
+  struct sw_jit_cuda_parts parts;
+  if (!look_for(jit, key, binary)) return false;
+  if (compiler == SW_JIT_CC || sw_jit_cuda_unpack(binary->bytes, binary->size, &parts)) return true;
+  free(binary->bytes);
+  reject(jit, key);
+  return false;
+}
+
+// A CUDA binary says what its kernels use.
+static void report_use(const struct binary *binary, struct sw_jit_report *report)
+{
+  struct sw_jit_cuda_parts parts;
+  if (!sw_jit_cuda_unpack(binary->bytes, binary->size, &parts)) return;
+  report->kernel_count = parts.kernel_count;
+  memcpy(report->kernels, parts.kernels, sizeof parts.kernels);
+}
+
+// Onto the disk, else into memory.  Neither can fail the caller, who has the bytes.
+static void publish(struct sw_jit *jit, enum sw_jit_compiler compiler, const char *key,
+                    const char *name, const char *isa, const struct binary *binary)
+{
+  const struct sw_jit_cache_label label = {
+    .name = name, .isa = isa, .compiler = jit->compilers[compiler].version
+  };
   if (sw_jit_cache_write(jit->cache, key, &label, binary->bytes, binary->size)) {
-    record_compiler(jit);
+    record_compiler(jit, compiler);
     return;
   }
   struct kept *kept = calloc(1, sizeof *kept);
@@ -385,26 +469,38 @@ static int wait_for_lock(struct sw_jit *jit, const char *key, double end)
 // ---- Compile -----------------------------------------------------------------------------------
 
 static enum swathe_status start_compiler(struct sw_jit *jit, const struct sw_jit_request *request,
-                                         struct sw_jit_cc_run **run)
+                                         struct run *run)
 {
-  if (!jit->cc) return sw_fail(SWATHE_COMPILE, "%s", jit->problem);
+  const struct compiler *compiler = &jit->compilers[request->compiler];
+  *run = (struct run){ NULL, NULL };
+  if (!compiler->present) return sw_fail(SWATHE_COMPILE, "%s", compiler->problem);
+  if (request->compiler == SW_JIT_NVRTC)
+    return sw_jit_nvrtc_start(jit->nvrtc, request->name, request->source, request->flags,
+                              request->isa, &run->nvrtc);
   // the cache is the last resort for temporary files, too
   const char *last_resort =
       sw_jit_cache_prepare(jit->cache) ? sw_jit_cache_directory(jit->cache) : NULL;
-  return sw_jit_cc_start(jit->cc, request->name, request->source, request->flags, last_resort, run);
+  return sw_jit_cc_start(jit->cc, request->name, request->source, request->flags, last_resort,
+                         &run->cc);
+}
+
+static enum swathe_status finish_run(const struct run *run, double deadline_s,
+                                     struct binary *binary, double *seconds, char **log)
+{
+  if (run->nvrtc)
+    return sw_jit_nvrtc_finish(run->nvrtc, deadline_s, &binary->bytes, &binary->size, seconds, log);
+  return sw_jit_cc_finish(run->cc, deadline_s, &binary->bytes, &binary->size, seconds, log);
 }
 
 static enum swathe_status compile(struct sw_jit *jit, const struct sw_jit_request *request,
                                   double deadline_s, struct binary *binary,
                                   struct sw_jit_report *report, char **log)
 {
-  struct sw_jit_cc_run *run;
+  struct run run;
   enum swathe_status status = start_compiler(jit, request, &run);
-  if (!status)
-    status =
-        sw_jit_cc_finish(run, deadline_s, &binary->bytes, &binary->size, &report->compile_s, log);
+  if (!status) status = finish_run(&run, deadline_s, binary, &report->compile_s, log);
   if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
-  publish(jit, report->key, request->name, request->isa, binary);
+  publish(jit, request->compiler, report->key, request->name, request->isa, binary);
   return SWATHE_OK;
 }
 
@@ -418,22 +514,24 @@ static enum swathe_status obtain(struct sw_jit *jit, const struct sw_jit_request
   if (log) *log = NULL;
   *report = (struct sw_jit_report){ .cached = false };
   if (deadline_s > longest_wait_s) deadline_s = longest_wait_s;
-  enum swathe_status status = identify(jit, deadline_s);
+  enum swathe_status status = identify(jit, request->compiler, deadline_s);
   if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
   make_key(jit, request, report->key);
 
   const double end = sw_jit_cc_now() + deadline_s;
   take_off(jit, report->key, end, &flight);
-  report->cached = !fresh && find(jit, report->key, binary);
-  if (!report->cached && jit->cc) {
+  report->cached = !fresh && find(jit, request->compiler, report->key, binary);
+  if (!report->cached && jit->compilers[request->compiler].present) {
     lock = wait_for_lock(jit, report->key, end);
-    report->cached = !fresh && lock >= 0 && find(jit, report->key, binary);
+    report->cached = !fresh && lock >= 0 && find(jit, request->compiler, report->key, binary);
   }
   if (!report->cached) status = compile(jit, request, deadline_s, binary, report, log);
   sw_jit_cache_unlock(jit->cache, report->key, lock);
   land(jit, &flight);
-  if (!status) report->binary_bytes = binary->size;
-  return status;
+  if (status) return status;
+  report->binary_bytes = binary->size;
+  if (request->compiler == SW_JIT_NVRTC) report_use(binary, report);
+  return SWATHE_OK;
 }
 
 // ---- Load --------------------------------------------------------------------------------------
@@ -492,19 +590,40 @@ static enum swathe_status load_from_file(const struct binary *binary, const char
   return status;
 }
 
-static enum swathe_status load(struct sw_jit *jit, const struct binary *binary, const char *name,
+static enum swathe_status open_anywhere(struct sw_jit *jit, const struct binary *binary,
+                                        const char *name, struct sw_jit_image *image)
+{
+  const char *cache = sw_jit_cache_directory(jit->cache);
+  const char *places[] = { getenv("TMPDIR"), "/tmp", cache };  // any of them may forbid execution
+  enum swathe_status status = load_from_memory(binary, name, &image->handle, &image->memory);
+  for (size_t i = 0; status && i < sizeof places / sizeof *places; i++)
+    if (places[i] && *places[i] == '/') status = load_from_file(binary, places[i], &image->handle);
+  return status;
+}
+
+// Nothing is opened: the bytes are for the driver.
+static enum swathe_status keep_bytes(const struct binary *binary, struct sw_jit_image *image)
+{
+  image->bytes = malloc(binary->size);
+  if (!image->bytes)
+    return sw_fail(SWATHE_NO_MEMORY, "no memory for a kernel of %zu bytes", binary->size);
+  memcpy(image->bytes, binary->bytes, binary->size);
+  if (sw_jit_cuda_unpack(image->bytes, binary->size, &image->parts)) return SWATHE_OK;
+  free(image->bytes);
+  return sw_fail(SWATHE_LOAD, "the binary is no CUDA kernel of this version");
+}
+
+static enum swathe_status load(struct sw_jit *jit, enum sw_jit_compiler compiler,
+                               const struct binary *binary, const char *name,
                                struct sw_jit_image **image_out)
 {
   struct sw_jit_image *image = calloc(1, sizeof *image);
   if (!image) return sw_fail(SWATHE_NO_MEMORY, "no memory for a kernel's image");
   snprintf(image->name, sizeof image->name, "%s", name);
   image->memory = -1;
-
-  const char *cache = sw_jit_cache_directory(jit->cache);
-  const char *places[] = { getenv("TMPDIR"), "/tmp", cache };  // any of them may forbid execution
-  enum swathe_status status = load_from_memory(binary, name, &image->handle, &image->memory);
-  for (size_t i = 0; status && i < sizeof places / sizeof *places; i++)
-    if (places[i] && *places[i] == '/') status = load_from_file(binary, places[i], &image->handle);
+  const enum swathe_status status = compiler == SW_JIT_NVRTC
+                                        ? keep_bytes(binary, image)
+                                        : open_anywhere(jit, binary, name, image);
   if (status) {
     free(image);
     return sw_within(status, "while loading %s", name);
@@ -522,49 +641,58 @@ enum swathe_status sw_jit_load(struct sw_jit *jit, const struct sw_jit_request *
   if (!report) report = &own;
   enum swathe_status status = obtain(jit, request, deadline_s, false, &binary, report, log);
   if (status) return status;
-  status = load(jit, &binary, request->name, image);
+  status = load(jit, request->compiler, &binary, request->name, image);
   free(binary.bytes);
   if (!status || !report->cached) return status;
 
   reject(jit, report->key);
   status = obtain(jit, request, deadline_s, true, &binary, report, log);
   if (status) return status;
-  status = load(jit, &binary, request->name, image);
+  status = load(jit, request->compiler, &binary, request->name, image);
   free(binary.bytes);
   return status;
 }
 
 // The note that says under which key the binary of an origin is, by this compiler.
-static bool origin_name(struct sw_jit *jit, const char *origin, char *name, size_t size)
+static bool origin_name(struct sw_jit *jit, enum sw_jit_compiler compiler, const char *origin,
+                        char *name, size_t size)
 {
   char hex[KEY_TEXT], *text = NULL;
-  if (identify(jit, ask_s) || asprintf(&text, "%s\n%s", jit->identity, origin) < 0) return false;
+  if (identify(jit, compiler, ask_s) ||
+      asprintf(&text, "%s\n%s", jit->compilers[compiler].identity, origin) < 0)
+    return false;
   digest_text(text, hex);
   free(text);
   snprintf(name, size, "origins/%.32s", hex);
   return true;
 }
 
-void sw_jit_remember(struct sw_jit *jit, const char *origin, const char *key)
+void sw_jit_remember(struct sw_jit *jit, enum sw_jit_compiler compiler, const char *origin,
+                     const char *key)
 {
   char name[64], known[KEY_TEXT];
-  if (!origin_name(jit, origin, name, sizeof name)) return;
+  if (!origin_name(jit, compiler, origin, name, sizeof name)) return;
   if (sw_jit_cache_read_note(jit->cache, name, known, sizeof known) && !strcmp(known, key)) return;
   if (sw_jit_cache_writable(jit->cache)) sw_jit_cache_write_note(jit->cache, name, key);
 }
 
-enum swathe_status sw_jit_recall(struct sw_jit *jit, const char *origin, const char *name,
-                                 struct sw_jit_image **image, struct sw_jit_report *report)
+enum swathe_status sw_jit_recall(struct sw_jit *jit, enum sw_jit_compiler compiler,
+                                 const char *origin, const char *name, struct sw_jit_image **image,
+                                 struct sw_jit_report *report)
 {
   struct binary binary = { NULL, 0 };
   char note[64], key[KEY_TEXT];
-  if (!origin_name(jit, origin, note, sizeof note) ||
+  if (!origin_name(jit, compiler, origin, note, sizeof note) ||
       !sw_jit_cache_read_note(jit->cache, note, key, sizeof key) ||
-      strspn(key, "0123456789abcdef") != KEY_TEXT - 1 || !find(jit, key, &binary))
+      strspn(key, "0123456789abcdef") != KEY_TEXT - 1 ||
+      !find(jit, compiler, key, &binary))
     return sw_fail(SWATHE_NOT_FOUND, "the kernel cache has no note about %s", name);
-  const enum swathe_status status = load(jit, &binary, name, image);
-  if (!status) *report = (struct sw_jit_report){ .cached = true, .binary_bytes = binary.size };
-  if (!status) strcpy(report->key, key);
+  const enum swathe_status status = load(jit, compiler, &binary, name, image);
+  if (!status) {
+    *report = (struct sw_jit_report){ .cached = true, .binary_bytes = binary.size };
+    strcpy(report->key, key);
+    if (compiler == SW_JIT_NVRTC) report_use(&binary, report);
+  }
   free(binary.bytes);
   // an entry that does not load is sw_jit_load's to mend
   return status ? SWATHE_NOT_FOUND : SWATHE_OK;
@@ -583,7 +711,8 @@ enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *
 
 enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name, void **address)
 {
-  void *found = dlsym(image->handle, name);
+  void *found = image->bytes ? (void *)(uintptr_t)sw_jit_cuda_variable(&image->parts, name)
+                             : dlsym(image->handle, name);
   if (!found) return sw_fail(SWATHE_LOAD, "the compiled %s has no symbol '%s'", image->name, name);
   *address = found;
   return SWATHE_OK;
@@ -593,7 +722,7 @@ void sw_jit_unload(struct sw_jit_image *image)
 {
   char path[64];
   if (!image) return;
-  dlclose(image->handle);
+  if (image->handle) dlclose(image->handle);
   if (image->memory >= 0) {
     // An image that chose to stay keeps its number: the next one under it would be taken for it.
     snprintf(path, sizeof path, "/proc/self/fd/%d", image->memory);
@@ -601,7 +730,19 @@ void sw_jit_unload(struct sw_jit_image *image)
     if (stayed) dlclose(stayed);
     else close(image->memory);
   }
+  free(image->bytes);
   free(image);
+}
+
+enum swathe_status sw_jit_cuda(const struct sw_jit_image *image, const void **cubin,
+                               size_t *cubin_bytes, const char **ptx)
+{
+  if (!image->bytes)
+    return sw_fail(SWATHE_LOAD, "the compiled %s is code for the host, not for a GPU", image->name);
+  *cubin = image->parts.cubin;
+  *cubin_bytes = image->parts.cubin_bytes;
+  *ptx = image->parts.ptx;
+  return SWATHE_OK;
 }
 
 // ---- Jobs --------------------------------------------------------------------------------------
@@ -610,15 +751,16 @@ enum swathe_status sw_jit_job_start(struct sw_jit *jit, const struct sw_jit_requ
                                     struct sw_jit_job **job_out)
 {
   struct binary binary = { NULL, 0 };
-  enum swathe_status status = identify(jit, ask_s);
+  enum swathe_status status = identify(jit, request->compiler, ask_s);
   if (status) return sw_within(status, "while compiling %s for %s", request->name, request->isa);
   struct sw_jit_job *job = calloc(1, sizeof *job);
   if (!job) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compilation");
   job->jit = jit;
+  job->compiler = request->compiler;
   snprintf(job->name, sizeof job->name, "%s", request->name);
   snprintf(job->isa, sizeof job->isa, "%s", request->isa);
   make_key(jit, request, job->key);
-  if (find(jit, job->key, &binary)) {
+  if (find(jit, job->compiler, job->key, &binary)) {
     free(binary.bytes);
   } else {
     status = start_compiler(jit, request, &job->run);
@@ -631,9 +773,13 @@ enum swathe_status sw_jit_job_start(struct sw_jit *jit, const struct sw_jit_requ
   return SWATHE_OK;
 }
 
+static bool running(const struct run *run) { return run->cc || run->nvrtc; }
+
 enum swathe_status sw_jit_job_poll(struct sw_jit_job *job, bool *done)
 {
-  *done = !job->run || sw_jit_cc_done(job->run);
+  const struct run *run = &job->run;
+  *done = !running(run) || (run->cc && sw_jit_cc_done(run->cc)) ||
+          (run->nvrtc && sw_jit_nvrtc_done(run->nvrtc));
   return SWATHE_OK;
 }
 
@@ -643,10 +789,10 @@ enum swathe_status sw_jit_job_finish(struct sw_jit_job *job, double deadline_s, 
   double seconds;
   enum swathe_status status = SWATHE_OK;
   if (log) *log = NULL;
-  if (job->run) {
-    status = sw_jit_cc_finish(job->run, deadline_s, &binary.bytes, &binary.size, &seconds, log);
+  if (running(&job->run)) {
+    status = finish_run(&job->run, deadline_s, &binary, &seconds, log);
     if (status) sw_within(status, "while compiling %s for %s", job->name, job->isa);
-    else publish(job->jit, job->key, job->name, job->isa, &binary);
+    else publish(job->jit, job->compiler, job->key, job->name, job->isa, &binary);
   }
   free(binary.bytes);
   free(job);
@@ -656,6 +802,7 @@ enum swathe_status sw_jit_job_finish(struct sw_jit_job *job, double deadline_s, 
 void sw_jit_job_kill(struct sw_jit_job *job)
 {
   if (!job) return;
-  if (job->run) sw_jit_cc_kill(job->run);
+  if (job->run.cc) sw_jit_cc_kill(job->run.cc);
+  if (job->run.nvrtc) sw_jit_nvrtc_kill(job->run.nvrtc);
   free(job);
 }

@@ -254,7 +254,7 @@ static void entry_path(const char *suffix, char *path, size_t size)
   struct sw_jit_report report;
   assert_int_equal(sw_jit_warm(jit, &request, plenty_s, &report, NULL), SWATHE_OK);
   sw_jit_close(jit);
-  snprintf(path, size, "%s/%.2s/%s.%s", cache, report.key, report.key + 2, suffix);
+  snprintf(path, size, "%s/%.2s/%.62s.%s", cache, report.key, report.key + 2, suffix);
 }
 
 static int begin(void **state)
@@ -548,15 +548,18 @@ static void origins_are_remembered(void **state)
   int saved;
   (void)state;
   struct sw_jit *jit = open_jit();
-  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_recall(jit, SW_JIT_CC, "here", "forward", &image, &recalled),
+                   SWATHE_NOT_FOUND);
   assert_int_equal(sw_jit_load(jit, &request, plenty_s, &image, &report, NULL), SWATHE_OK);
   sw_jit_unload(image);
-  sw_jit_remember(jit, "here", report.key);
+  sw_jit_remember(jit, SW_JIT_CC, "here", report.key);
   sw_jit_close(jit);
 
   jit = open_jit();
-  assert_int_equal(sw_jit_recall(jit, "there", "forward", &image, &recalled), SWATHE_NOT_FOUND);
-  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_OK);
+  assert_int_equal(sw_jit_recall(jit, SW_JIT_CC, "there", "forward", &image, &recalled),
+                   SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_recall(jit, SW_JIT_CC, "here", "forward", &image, &recalled),
+                   SWATHE_OK);
   assert_int_equal(answer_of(image), 42);
   assert_true(recalled.cached);
   assert_string_equal(recalled.key, report.key);
@@ -567,15 +570,18 @@ static void origins_are_remembered(void **state)
   entry_path("swk", path, sizeof path);
   silence(&saved);
   write_bytes(path, "damaged", 7);
-  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_recall(jit, SW_JIT_CC, "here", "forward", &image, &recalled),
+                   SWATHE_NOT_FOUND);
   sw_jit_close(jit);
 
   // another compiler's binary is another one
   make_compiler(compiler, "fake cc 2.0", good);
   jit = open_jit();
-  sw_jit_remember(jit, "elsewhere", "not a key");
-  assert_int_equal(sw_jit_recall(jit, "elsewhere", "forward", &image, &recalled), SWATHE_NOT_FOUND);
-  assert_int_equal(sw_jit_recall(jit, "here", "forward", &image, &recalled), SWATHE_NOT_FOUND);
+  sw_jit_remember(jit, SW_JIT_CC, "elsewhere", "not a key");
+  assert_int_equal(sw_jit_recall(jit, SW_JIT_CC, "elsewhere", "forward", &image, &recalled),
+                   SWATHE_NOT_FOUND);
+  assert_int_equal(sw_jit_recall(jit, SW_JIT_CC, "here", "forward", &image, &recalled),
+                   SWATHE_NOT_FOUND);
   sw_jit_close(jit);
   speak(saved);
 }

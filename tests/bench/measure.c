@@ -32,7 +32,9 @@ void *measure_symbol(struct sw_jit_image *image, const char *name)
 struct sw_jit_image *measure_compile(struct sw_jit *jit, const char *name, const char *source,
                                      const char *flags, const char *isa, double *compile_s)
 {
-  const struct sw_jit_request request = { name, source, flags, isa };
+  const struct sw_jit_request request = {
+    .name = name, .source = source, .flags = flags, .isa = isa
+  };
   struct sw_jit_report report;
   struct sw_jit_image *image;
   measure_stop_on(sw_jit_load(jit, &request, 60, &image, &report, NULL), name);
