@@ -34,11 +34,14 @@ static enum swathe_status play(struct member *member, struct swathe_layer *layer
     if (*step == 'f') status = swathe_layer_forward(layer, &share->tensors, NULL);
     if (*step == 'b') status = swathe_layer_backward(layer, &share->tensors, NULL);
     if (*step == 's') status = swathe_layer_shard(layer, member->group->sharding);
+    if (*step == 'm') swathe_layer_mute(layer, true);
     if (*step == 'p') share_poison(member->sequence, share);
     if (*step != 'f' && *step != 'b') continue;
     swathe_layer_timing(layer, &timing);
     member->moved += timing.received_bytes;
   }
+  if (member->group->memory_bytes)
+    member->group->memory_bytes[member->rank] = (int64_t)swathe_layer_memory_bytes(layer);
   free(halo);
   share->tensors.halo = NULL;
   return status;

@@ -8,6 +8,7 @@
 
 // One step of every rank, in order; a group's script is a string of them:
 //   'f' forward   'b' backward   'p' poison the outputs again   's' shard anew (same sharding)
+//   'm' mute the layer
 struct group_case {
   struct swathe_context *context;
   const struct swathe_problem *problem;
@@ -18,6 +19,7 @@ struct group_case {
   const char *script;
   enum swathe_strategy strategy;
   bool keep_halo;     // pass a halo buffer from forward to backward
+  int64_t *memory_bytes;  // [ranks] of the layers at the end, or NULL
   double deadline_s;  // 0: 20 s
 };
 

@@ -224,11 +224,183 @@ static void random_cases_are_right(void **state)
   }
 }
 
+// ---- Bits, memory, words ------------------------------------------------------------------------
+
+static struct swathe_problem small_problem(int32_t ranks)
+{
+  struct swathe_problem problem =
+      problem_of("q_heads=8,kv_heads=4,head_dim_qk=16,head_dim_v=16,window_left=15,sinks=1");
+  problem.ranks = ranks;
+  return problem;
+}
+
+// What one run computed, as bits.
+static float *keep_bits(const struct sequence *sequence, size_t *bytes)
+{
+  const size_t rows = (size_t)(sequence->view.batch * sequence->view.tokens);
+  float *kept = NULL;
+  *bytes = 0;
+  for (enum sequence_array a = SEQUENCE_OUT; a < SEQUENCE_ARRAYS; a++) {
+    size_t elems;
+    sequence_row(sequence, a, 0, 0, &elems);
+    kept = realloc(kept, *bytes + rows * elems * sizeof(float));
+    memcpy((char *)kept + *bytes, sequence->got[a], rows * elems * sizeof(float));
+    *bytes += rows * elems * sizeof(float);
+  }
+  return kept;
+}
+
+static bool same_bits(const struct sequence *sequence, const float *kept)
+{
+  size_t bytes;
+  float *now = keep_bits(sequence, &bytes);
+  const bool same = !memcmp(now, kept, bytes);
+  free(now);
+  return same;
+}
+
+// A second run has the bits of the first, and so has a muted one over the same inputs, which moves
+// nothing.  (Dealt heads never reach the caller's tensors in a muted run.)
+static void results_are_bit_equal(void **state)
+{
+  const struct swathe_problem problem = small_problem(4);
+  const struct swathe_sharding sharding = { .layout = SWATHE_ZIGZAG, .ranks = 4, .batch = 2,
+                                            .tokens = 211 };
+  (void)state;
+  for (int s = 0; s < STRATEGIES; s++) {
+    static const char *const scripts[] = { "fb", "fbpfb", "fbpmfb" };
+    struct sequence *sequence = sequence_make(&problem, &sharding, 3, 1);
+    int64_t once[4] = { 0 };
+    float *kept = NULL;
+    for (int i = 0; i < (s == SWATHE_A2A ? 2 : 3); i++) {
+      const struct group_case group = { .context = context, .problem = &problem,
+                                        .sharding = &sharding, .script = scripts[i],
+                                        .strategy = (enum swathe_strategy)s, .keep_halo = true };
+      int64_t moved[4] = { 0 };
+      char words[1024] = "";
+      size_t bytes;
+      if (group_run(&group, sequence, moved, words, sizeof words)) fail_msg("%s", words);
+      if (!kept) {
+        kept = keep_bits(sequence, &bytes);
+        memcpy(once, moved, sizeof once);
+      }
+      assert_true(same_bits(sequence, kept));
+      for (int r = 0; r < 4; r++) assert_int_equal(moved[r], once[r] * (i == 1 ? 2 : 1));
+    }
+    free(kept);
+    sequence_free(sequence);
+  }
+}
+
+static int64_t forward_memory(enum swathe_strategy strategy, int64_t tokens)
+{
+  const struct swathe_problem problem = small_problem(4);
+  const struct swathe_sharding sharding = { .layout = SWATHE_CONTIGUOUS, .ranks = 4, .batch = 1,
+                                            .tokens = tokens };
+  struct sequence *sequence = sequence_make(&problem, &sharding, 3, 1);
+  int64_t memory[4] = { 0 }, most = 0;
+  const struct group_case group = { .context = context, .problem = &problem,
+                                    .sharding = &sharding, .script = "f", .strategy = strategy,
+                                    .memory_bytes = memory };
+  char words[1024] = "";
+  if (group_run(&group, sequence, NULL, words, sizeof words)) fail_msg("%s", words);
+  sequence_free(sequence);
+  for (int r = 0; r < 4; r++)
+    if (memory[r] > most) most = memory[r];
+  return most;
+}
+
+// The halo's buffers hold what comes and what goes, whatever the length; the others' hold shares.
+static void memory_is_what_the_strategy_needs(void **state)
+{
+  const int64_t token = 4 * (16 + 16) * 4, halo = 2 * 15 * token;
+  (void)state;
+  for (int64_t tokens = 256; tokens <= 1024; tokens *= 4) {
+    const int64_t share = tokens / 4 * token;
+    assert_int_equal(forward_memory(SWATHE_HALO, tokens), halo);
+    assert_int_equal(forward_memory(SWATHE_ALL_GATHER, tokens), halo + 4 * share + 2 * share);
+    assert_int_equal(forward_memory(SWATHE_RING, tokens), halo + 2 * share);
+    assert_int_equal(forward_memory(SWATHE_RING_ALL, tokens), halo + 2 * share);
+    // all tokens' q, k, v, out and lse of a quarter of the heads, and a stage of q, k and v
+    const int64_t q = 8 * 16 * 4, lse = 8 * 4;
+    assert_true(forward_memory(SWATHE_A2A, tokens) >=
+                tokens * (2 * q + token + lse) / 4 + tokens / 4 * (q + token));
+  }
+}
+
+struct maker {
+  struct swathe_transport *transport;
+  struct swathe_problem problem;
+  enum swathe_strategy strategy;
+  enum swathe_status status;
+  char words[512];
+};
+
+static void *make_layer(void *arg)
+{
+  struct maker *maker = arg;
+  struct swathe_layer *layer = NULL;
+  maker->status = swathe_layer_create_strategy(context, &maker->problem, maker->transport,
+                                               maker->strategy, &layer);
+  snprintf(maker->words, sizeof maker->words, "%s", swathe_error());
+  swathe_layer_destroy(layer);
+  return NULL;
+}
+
+static void ranks_agree_on_a_strategy(void **state)
+{
+  struct swathe_threads *threads = NULL;
+  struct maker makers[2];
+  pthread_t ids[2];
+  (void)state;
+  assert_int_equal(swathe_threads_create(2, 20, &threads), SWATHE_OK);
+  for (int r = 0; r < 2; r++) {
+    makers[r] = (struct maker){ .transport = swathe_threads_rank(threads, r),
+                                .problem = small_problem(2),
+                                .strategy = r ? SWATHE_RING : SWATHE_ALL_GATHER };
+    pthread_create(&ids[r], NULL, make_layer, &makers[r]);
+  }
+  for (int r = 0; r < 2; r++) pthread_join(ids[r], NULL);
+  swathe_threads_destroy(threads);
+  for (int r = 0; r < 2; r++) {
+    assert_int_equal(makers[r].status, SWATHE_DISAGREE);
+    assert_non_null(strstr(makers[r].words, "ring"));
+    assert_non_null(strstr(makers[r].words, "all_gather"));
+  }
+}
+
+static void what_cannot_be_is_refused_in_words(void **state)
+{
+  struct maker cuda = { .problem = small_problem(1), .strategy = SWATHE_RING };
+  struct maker unknown = { .problem = small_problem(1), .strategy = (enum swathe_strategy)99 };
+  enum swathe_strategy strategy = SWATHE_HALO;
+  (void)state;
+
+  cuda.problem.target = SWATHE_CUDA;
+  cuda.problem.dtype = SWATHE_BF16;
+  make_layer(&cuda);
+  assert_int_not_equal(cuda.status, SWATHE_OK);
+  make_layer(&unknown);
+  assert_int_equal(unknown.status, SWATHE_BAD_USE);
+  assert_non_null(strstr(unknown.words, "99"));
+  for (int s = 0; s < STRATEGIES; s++) {
+    assert_int_equal(swathe_strategy_parse(swathe_strategy_name((enum swathe_strategy)s),
+                                           &strategy), SWATHE_OK);
+    assert_int_equal(strategy, s);
+  }
+  assert_int_equal(swathe_strategy_parse("ulysses", &strategy), SWATHE_NOT_FOUND);
+  assert_non_null(strstr(swathe_error(), "a2a"));
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(results_equal_the_reference),
     cmocka_unit_test(random_cases_are_right),
+    cmocka_unit_test(results_are_bit_equal),
+    cmocka_unit_test(memory_is_what_the_strategy_needs),
+    cmocka_unit_test(ranks_agree_on_a_strategy),
+    cmocka_unit_test(what_cannot_be_is_refused_in_words),
   };
   return cmocka_run_group_tests(tests, set_up, tear_down);
 }
