@@ -284,14 +284,14 @@ static void add_rows(const struct swathe_layer *layer, struct sw_view to, struct
                      int64_t tokens, int64_t row, bool narrow)
 {
   for (int32_t b = 0; b < layer->batch; b++)
-    for (int64_t i = 0; i < tokens * row; i++) {
-      const float term = ((const float *)from.data)[b * from.batch + i];
-      if (narrow) {
-        uint16_t *sum = (uint16_t *)to.data + b * to.batch + i;
-        *sum = sw_problem_to_bf16(sw_problem_from_bf16(*sum) + term);
-      } else {
-        ((float *)to.data)[b * to.batch + i] += term;
+    for (int64_t t = 0; t < tokens; t++) {
+      const float *in = (const float *)from.data + b * from.batch + t * from.token;
+      const int64_t at = b * to.batch + t * to.token;
+      for (int64_t i = 0; narrow && i < row; i++) {
+        uint16_t *sum = (uint16_t *)to.data + at + i;
+        *sum = sw_problem_to_bf16(sw_problem_from_bf16(*sum) + in[i]);
       }
+      for (int64_t i = 0; !narrow && i < row; i++) ((float *)to.data)[at + i] += in[i];
     }
 }
 
@@ -318,16 +318,18 @@ static void take_rows(const struct swathe_layer *layer, struct sw_view to, struc
                       int64_t tokens, int64_t row, bool narrow)
 {
   for (int32_t b = 0; b < layer->batch; b++)
-    for (int64_t i = 0; i < tokens * row; i++) {
-      float *sum = (float *)to.data + b * to.batch + i;
-      if (narrow) {
-        uint16_t *block = (uint16_t *)from.data + b * from.batch + i;
-        *sum = sw_problem_from_bf16(*block);
-        *block = 0;
-      } else {
-        float *block = (float *)from.data + b * from.batch + i;
-        *sum = *block;
-        *block = 0;
+    for (int64_t t = 0; t < tokens; t++) {
+      float *out = (float *)to.data + b * to.batch + t * to.token;
+      const int64_t at = b * from.batch + t * from.token;
+      for (int64_t i = 0; narrow && i < row; i++) {
+        uint16_t *sum = (uint16_t *)from.data + at + i;
+        out[i] = sw_problem_from_bf16(*sum);
+        *sum = 0;
+      }
+      for (int64_t i = 0; !narrow && i < row; i++) {
+        float *sum = (float *)from.data + at + i;
+        out[i] = *sum;
+        *sum = 0;
       }
     }
 }
