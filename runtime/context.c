@@ -173,6 +173,7 @@ void swathe_close(struct swathe_context *context)
   while (context->kernels) {
     struct sw_kernel *kernel = context->kernels;
     context->kernels = kernel->next;
+    if (kernel->module) sw_context_drop_module(kernel);
     if (kernel->image) sw_jit_unload(kernel->image);
     free(kernel->key);
     free(kernel->words);
@@ -293,6 +294,11 @@ enum swathe_status swathe_emit(struct swathe_context *context, const struct swat
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
+static enum sw_jit_compiler compiler_of(const struct sw_aim *aim)
+{
+  return aim->cuda ? SW_JIT_NVRTC : SW_JIT_CC;
+}
+
 enum swathe_status swathe_compile(struct swathe_context *context,
                                   const struct swathe_problem *problem,
                                   enum swathe_direction direction, const char *isa,
@@ -315,6 +321,7 @@ enum swathe_status swathe_compile(struct swathe_context *context,
     .source = source.text,
     .flags = source.flags,
     .isa = aim.isa,
+    .compiler = compiler_of(&aim),
   };
   status = sw_jit_warm(context->jit, &request, compile_deadline_s, &report, &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
@@ -363,7 +370,8 @@ static enum swathe_status build_kernel(struct swathe_context *context,
   const struct sw_jit_request request = { .name = wanted->name,
                                           .source = source.text,
                                           .flags = source.flags,
-                                          .isa = wanted->aim->isa };
+                                          .isa = wanted->aim->isa,
+                                          .compiler = compiler_of(wanted->aim) };
   status = sw_jit_load(context->jit, &request, compile_deadline_s, &kernel->image, &kernel->report,
                        &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
@@ -378,24 +386,24 @@ static enum swathe_status load_kernel(struct swathe_context *context,
                                       const struct sw_kernel_wanted *wanted,
                                       struct sw_kernel *kernel)
 {
+  const enum sw_jit_compiler compiler = compiler_of(wanted->aim);
   const char *digest = sw_gen_digest(context->gen);
   char text[SW_PROBLEM_TEXT], origin[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 256];
   enum swathe_status status = SWATHE_NOT_FOUND;
 
-  if (wanted->aim->cuda)
-    return sw_fail(SWATHE_UNSUPPORTED, "kernels of the cuda target cannot be run yet");
   swathe_problem_format(wanted->problem, text, sizeof text);
   snprintf(origin, sizeof origin, "%s %s %s %s %s", digest, wanted->name, wanted->aim->isa,
            wanted->config, text);
   if (!context->generator)
-    status = sw_jit_recall(context->jit, SW_JIT_CC, origin, wanted->name, &kernel->image,
+    status = sw_jit_recall(context->jit, compiler, origin, wanted->name, &kernel->image,
                            &kernel->report);
   if (status) {
     status = build_kernel(context, wanted, kernel);
     if (status) return status;
-    if (!context->generator) sw_jit_remember(context->jit, SW_JIT_CC, origin, kernel->report.key);
+    if (!context->generator) sw_jit_remember(context->jit, compiler, origin, kernel->report.key);
   }
-  status = find_symbols(kernel, wanted->name);
+  if (wanted->aim->cuda) status = sw_context_load_module(wanted->aim->device, wanted->name, kernel);
+  else status = find_symbols(kernel, wanted->name);
   return status ? sw_within(status, "in the image of %s", wanted->name) : SWATHE_OK;
 }
 

@@ -90,6 +90,79 @@ enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const cha
   return status;
 }
 
+// ---- Images -------------------------------------------------------------------------------------
+
+static const struct {
+  const char *image, *name;
+} cuda_kernels[SW_CUDA_KERNELS] = {
+  [SW_CUDA_FORWARD] = { "forward", "forward" }, [SW_CUDA_DELTA] = { "backward", "delta" },
+  [SW_CUDA_DQ] = { "backward", "dq" },          [SW_CUDA_DKV] = { "backward", "dkv" },
+  [SW_CUDA_GATHER] = { "backward", "gather" },  [SW_CUDA_PACK] = { "copies", "pack" },
+  [SW_CUDA_FILL] = { "copies", "fill" },        [SW_CUDA_WIDEN] = { "copies", "widen" },
+  [SW_CUDA_COMBINE] = { "copies", "combine" },
+};
+
+static enum swathe_status find_function(struct sw_device_cuda *device, void *module,
+                                        const char *name, struct sw_cuda_function *function)
+{
+  char variable[64];
+  struct sw_cuda_function found = { .name = name };
+  enum swathe_status status = sw_device_cuda_function(device, module, name, &found.function);
+
+  snprintf(variable, sizeof variable, "%s_launch", name);
+  if (!status)
+    status = sw_device_cuda_global(device, module, variable, &found.launch, sizeof found.launch);
+  if (!status)
+    status = sw_device_cuda_allow_shared(device, found.function, name, found.launch.shared_bytes);
+  if (!status) *function = found;
+  return status;
+}
+
+static enum swathe_status find_functions(struct sw_device_cuda *device, const char *name,
+                                         struct sw_kernel *kernel)
+{
+  enum swathe_status status = SWATHE_OK;
+
+  for (int i = 0; i < SW_CUDA_KERNELS && !status; i++)
+    if (!strcmp(cuda_kernels[i].image, name))
+      status = find_function(device, kernel->module, cuda_kernels[i].name, &kernel->functions[i]);
+  kernel->tile_tokens = !strcmp(name, "forward")
+                            ? kernel->functions[SW_CUDA_FORWARD].launch.tile_tokens
+                            : kernel->functions[SW_CUDA_DQ].launch.tile_tokens;
+  return status;
+}
+
+enum swathe_status sw_context_load_module(struct sw_device_cuda *device, const char *name,
+                                          struct sw_kernel *kernel)
+{
+  const void *cubin = NULL;
+  const char *ptx = NULL;
+  size_t cubin_bytes = 0;
+  enum swathe_status status = sw_jit_cuda(kernel->image, &cubin, &cubin_bytes, &ptx);
+
+  if (status) return status;
+  if (!device)
+    return sw_fail(SWATHE_UNSUPPORTED, "there is no CUDA device to run %s on", name);
+  status = sw_device_cuda_enter(device);
+  if (status) return status;
+  kernel->device = device;
+  status = sw_device_cuda_load(device, name, cubin, cubin_bytes, ptx, &kernel->module);
+  if (!status) {
+    status = find_functions(device, name, kernel);
+    if (status) sw_device_cuda_unload(device, kernel->module);
+  }
+  if (status) kernel->module = NULL;
+  sw_device_cuda_leave(device);
+  return status;
+}
+
+void sw_context_drop_module(struct sw_kernel *kernel)
+{
+  if (sw_device_cuda_enter(kernel->device)) return;
+  sw_device_cuda_unload(kernel->device, kernel->module);
+  sw_device_cuda_leave(kernel->device);
+}
+
 // ---- Memory of either target --------------------------------------------------------------------
 
 enum swathe_status swathe_memory_allocate(struct swathe_context *context,

@@ -131,6 +131,10 @@ enum swathe_status sw_context_device(struct swathe_context *context,
                                      struct sw_device_cuda **device);
 enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const char *isa,
                                        struct sw_aim *aim);
+// Loads the kernel's image on the device and finds its functions.
+enum swathe_status sw_context_load_module(struct sw_device_cuda *device, const char *name,
+                                          struct sw_kernel *kernel);
+void sw_context_drop_module(struct sw_kernel *kernel);
 void sw_context_drop_devices(struct swathe_context *context);
 
 // ---- choose.c ----------------------------------------------------------------------------------
