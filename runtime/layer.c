@@ -138,6 +138,7 @@ enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
 {
   struct sw_aim aim;
   enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
+  if (!status && aim.cuda && !aim.device) status = sw_context_device(context, &aim.device);
   if (status) return status;
   struct swathe_layer *layer = calloc(1, sizeof *layer);
   if (!layer) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer", sizeof *layer);

@@ -39,6 +39,8 @@
   X(ISA, "isa", "NAME", CONTEXT,                                                                   \
     "instruction set of CPU kernels: avx512bf16, avx512, avx2, neon, generic; default the best "   \
     "here")                                                                                        \
+  X(ARCH, "arch", "sm_NN", CONTEXT,                                                                \
+    "architecture of CUDA kernels: sm_80, sm_90a, ...; default $SWATHE_ARCH, else the device's")   \
   X(DATABASE, "database", "FILE", CONTEXT,                                                         \
     "tuning database; default $SWATHE_DB, else tuning.db in the cache directory")                  \
   X(CACHE, "cache", "DIR", CONTEXT,                                                                \
@@ -83,7 +85,8 @@ enum cli_option { CLI_OPTION_MAP(CLI_OPTION_NAME) CLI_OPTION_COUNT };
 #define CLI_BIT(option) (UINT64_C(1) << CLI_##option)
 #define CLI_COMMON_OPTIONS (CLI_BIT(JSON) | CLI_BIT(HELP))
 #define CLI_STORE_OPTIONS (CLI_BIT(DATABASE) | CLI_BIT(CACHE))
-#define CLI_CONTEXT_OPTIONS (CLI_STORE_OPTIONS | CLI_BIT(ISA) | CLI_BIT(THREADS))
+#define CLI_CONTEXT_OPTIONS                                                                        \
+  (CLI_STORE_OPTIONS | CLI_BIT(ISA) | CLI_BIT(ARCH) | CLI_BIT(THREADS))
 #define CLI_PROBLEM_OPTIONS                                                                  \
   (CLI_BIT(MODEL) | CLI_BIT(PROBLEM) | CLI_BIT(WINDOW) | CLI_BIT(WINDOW_LEFT) |              \
    CLI_BIT(WINDOW_RIGHT) | CLI_BIT(DTYPE) | CLI_BIT(SOFTCAP) | CLI_BIT(SCALE) |              \

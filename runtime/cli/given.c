@@ -109,6 +109,7 @@ enum cli_exit cli_given_open(const struct cli_args *args, int32_t threads, struc
     .mode = SWATHE_REPLAY,
     .threads = given->threads,
     .isa = args->value[CLI_ISA],
+    .arch = args->value[CLI_ARCH],
   };
   enum swathe_status status = swathe_open(&options, &given->context);
   // Verbs with --config only make a kernel, also for processors that this machine does not have.

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 // Long enough for a rank whose share takes minutes; ranks of one process do not get lost.
 static const double deadline_s = 600;
@@ -34,6 +35,8 @@ struct member {
   struct swathe_span *spans;
   struct swathe_layer *layer;
   void *data[CLI_ARRAY_COUNT];  // this rank's tensors; NULL: not part of this run
+  // where the layer reads and writes them: the target's memory.  On the CPU it is the same
+  void *memory[CLI_ARRAY_COUNT];
   void *halo;
 };
 
@@ -96,6 +99,13 @@ static size_t elem_bytes(const struct member *member, enum cli_array array)
   return dtype_of(member, array) == SWATHE_F32 ? sizeof(float) : sizeof(uint16_t);
 }
 
+// This rank's share of dsink.
+static float *dsink_part(const struct member *member)
+{
+  const struct team *team = member->team;
+  return team->dsink_parts + (int64_t)member->rank * team->group->given->problem.q_heads;
+}
+
 // Between the whole sequence and the rank's rows; `gather`: from the rank.
 static void move_spans(struct member *member, enum cli_array array, bool gather)
 {
@@ -121,25 +131,94 @@ static void move_spans(struct member *member, enum cli_array array, bool gather)
     }
 }
 
+static enum swathe_target target_of(const struct member *member)
+{
+  return member->team->group->given->problem.target;
+}
+
+// Memory of the target for one array, with what `data` holds.
+static bool place(struct member *member, enum cli_array array, void *data, size_t bytes)
+{
+  struct swathe_context *context = member->team->group->given->context;
+  const enum swathe_target target = target_of(member);
+
+  if (target == SWATHE_CPU) {
+    member->memory[array] = data;
+    return true;
+  }
+  enum swathe_status status =
+      swathe_memory_allocate(context, target, bytes, &member->memory[array]);
+  if (!status) status = swathe_memory_write(context, target, member->memory[array], data, bytes);
+  return status ? fail_library(member, status, "to place its tensors") : true;
+}
+
+static size_t bytes_of(const struct member *member, enum cli_array array)
+{
+  const struct cli_arrays *arrays = member->team->group->arrays;
+  if (array == CLI_ARRAY_SINK || array == CLI_ARRAY_DSINK)
+    return (size_t)member->team->group->given->problem.q_heads * sizeof(float);
+  return (size_t)(arrays->batch * member->rows * cli_arrays_row(arrays, array)) *
+         elem_bytes(member, array);
+}
+
 // All rows begin as NaN: inputs, so that a row no span covers shows if it is read, and outputs, so
 // that one that is not written shows.
 static bool scatter(struct member *member)
 {
-  const struct cli_arrays *arrays = member->team->group->arrays;
+  const struct team *team = member->team;
+  const struct cli_arrays *arrays = team->group->arrays;
+  bool fine = true;
 
-  for (int i = 0; i < CLI_ARRAY_COUNT; i++) {
+  for (int i = 0; i < CLI_ARRAY_COUNT && fine; i++) {
     const enum cli_array array = (enum cli_array)i;
+    const size_t bytes = arrays->data[i] ? bytes_of(member, array) : 0;
     if (!arrays->data[i] || i == CLI_ARRAY_SINK || i == CLI_ARRAY_DSINK) continue;
-    const size_t bytes = (size_t)(arrays->batch * member->rows * cli_arrays_row(arrays, array)) *
-                         elem_bytes(member, array);
     member->data[i] = malloc(bytes ? bytes : 1);
     if (!member->data[i])
       return fail_team(member, "rank %" PRId32 ": no %zu bytes for its part of %s", member->rank,
                        bytes, cli_arrays_name(array));
     memset(member->data[i], 0xff, bytes);
     if (i <= CLI_ARRAY_DOUT) move_spans(member, array, false);
+    fine = place(member, array, member->data[i], bytes);
+  }
+  if (fine && arrays->data[CLI_ARRAY_SINK])
+    fine = place(member, CLI_ARRAY_SINK, arrays->data[CLI_ARRAY_SINK],
+                 bytes_of(member, CLI_ARRAY_SINK));
+  if (fine && arrays->data[CLI_ARRAY_DSINK])
+    fine = place(member, CLI_ARRAY_DSINK, dsink_part(member), bytes_of(member, CLI_ARRAY_DSINK));
+  return fine;
+}
+
+// Brings the results into the whole arrays.
+static bool gather(struct member *member)
+{
+  struct swathe_context *context = member->team->group->given->context;
+  const enum swathe_target target = target_of(member);
+
+  for (int i = CLI_ARRAY_OUT; i <= CLI_ARRAY_DSINK; i++) {
+    const enum cli_array array = (enum cli_array)i;
+    void *data = i == CLI_ARRAY_DSINK ? dsink_part(member) : member->data[i];
+    if (!member->memory[i]) continue;
+    if (target != SWATHE_CPU) {
+      const enum swathe_status status =
+          swathe_memory_read(context, target, data, member->memory[i], bytes_of(member, array));
+      if (status) return fail_library(member, status, "to fetch its results");
+    }
+    if (i != CLI_ARRAY_DSINK) move_spans(member, array, true);
   }
   return true;
+}
+
+static void free_tensors(struct member *member)
+{
+  struct swathe_context *context = member->team->group->given->context;
+  const enum swathe_target target = target_of(member);
+
+  for (int i = 0; i < CLI_ARRAY_COUNT; i++) {
+    if (target != SWATHE_CPU) swathe_memory_free(context, target, member->memory[i]);
+    free(member->data[i]);
+  }
+  swathe_memory_free(context, target, member->halo);
 }
 
 static struct swathe_tensor tensor(const struct member *member, enum cli_array array)
@@ -147,7 +226,7 @@ static struct swathe_tensor tensor(const struct member *member, enum cli_array a
   const struct cli_arrays *arrays = member->team->group->arrays;
   const int64_t row = cli_arrays_row(arrays, array);
   return (struct swathe_tensor){
-    .data = member->data[array],
+    .data = member->memory[array],
     .token_stride = row,
     .head_stride = arrays->dims[array],
     .batch_stride = member->rows * row,
@@ -156,20 +235,18 @@ static struct swathe_tensor tensor(const struct member *member, enum cli_array a
 
 static struct swathe_tensors all_tensors(const struct member *member)
 {
-  const struct team *team = member->team;
-  const struct swathe_problem *problem = &team->group->given->problem;
   return (struct swathe_tensors){
     .q = tensor(member, CLI_ARRAY_Q),
     .k = tensor(member, CLI_ARRAY_K),
     .v = tensor(member, CLI_ARRAY_V),
     .out = tensor(member, CLI_ARRAY_OUT),
     .lse = tensor(member, CLI_ARRAY_LSE),
-    .sink = team->group->arrays->data[CLI_ARRAY_SINK],
+    .sink = member->memory[CLI_ARRAY_SINK],
     .dout = tensor(member, CLI_ARRAY_DOUT),
     .dq = tensor(member, CLI_ARRAY_DQ),
     .dk = tensor(member, CLI_ARRAY_DK),
     .dv = tensor(member, CLI_ARRAY_DV),
-    .dsink = problem->sinks ? team->dsink_parts + (int64_t)member->rank * problem->q_heads : NULL,
+    .dsink = member->memory[CLI_ARRAY_DSINK],
     .halo = member->halo,
   };
 }
@@ -192,12 +269,20 @@ static bool make_layer(struct member *member)
   if (status) return fail_library(member, status, "to shard");
   const size_t halo_bytes = swathe_layer_halo_bytes(member->layer);
   member->spans = calloc((size_t)member->span_count + 1, sizeof *member->spans);
-  member->halo = malloc(halo_bytes ? halo_bytes : 1);
-  if (!member->spans || !member->halo)
-    return fail_team(member, "rank %" PRId32 ": out of memory for its halo", member->rank);
+  if (!member->spans)
+    return fail_team(member, "rank %" PRId32 ": out of memory for its spans", member->rank);
+  status = swathe_memory_allocate(given->context, given->problem.target, halo_bytes, &member->halo);
+  if (status) return fail_library(member, status, "to place its halo");
   status = swathe_sharding_spans(&given->sharding, member->rank, member->spans, member->span_count,
                                  &member->span_count);
   return status ? fail_library(member, status, "to shard") : true;
+}
+
+static double now_us(void)
+{
+  struct timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return 1e6 * (double)time.tv_sec + 1e-3 * (double)time.tv_nsec;
 }
 
 // All ranks begin a call together, so that none waits for another's start; the last to leave notes
@@ -211,10 +296,15 @@ static bool run_once(struct member *member, enum swathe_direction direction, int
   struct swathe_timing *timing = &(backward ? group->backward : group->forward)[member->rank];
 
   if (!meet(team)) return false;
-  const enum swathe_status status = backward ? swathe_layer_backward(member->layer, &tensors, NULL)
-                                             : swathe_layer_forward(member->layer, &tensors, NULL);
+  const double begin_us = now_us();
+  enum swathe_status status = backward ? swathe_layer_backward(member->layer, &tensors, NULL)
+                                       : swathe_layer_forward(member->layer, &tensors, NULL);
+  if (!status)
+    status = swathe_stream_synchronize(group->given->context, target_of(member), NULL);
   if (status) return fail_library(member, status, backward ? "in backward" : "in forward");
   swathe_layer_timing(member->layer, timing);
+  // a call on CUDA returns when its work is queued
+  if (target_of(member) == SWATHE_CUDA) timing->total_us = now_us() - begin_us;
   team->rank_us[member->rank] = timing->total_us;
   team->rank_wait_us[member->rank] = timing->wait_us;
   if (!meet(team)) return false;
@@ -239,14 +329,12 @@ static void *run_rank(void *arg)
   for (int64_t i = 0; fine && i < group->repeat; i++)
     fine = run_once(member, SWATHE_FORWARD, i) &&
            (!backward || run_once(member, SWATHE_BACKWARD, i));
-  for (int i = CLI_ARRAY_OUT; fine && i < CLI_ARRAY_DSINK; i++)
-    if (member->data[i]) move_spans(member, (enum cli_array)i, true);
+  fine = fine && gather(member);
   if (fine && member->rank == 0)
     swathe_layer_explain(member->layer, group->explain, sizeof group->explain);
   meet(member->team);  // nobody destroys a layer that another still talks to
   swathe_layer_destroy(member->layer);
-  for (int i = 0; i < CLI_ARRAY_COUNT; i++) free(member->data[i]);
-  free(member->halo);
+  free_tensors(member);
   free(member->spans);
   return NULL;
 }
