@@ -82,7 +82,8 @@ function emit.check(request, text)
   return config
 end
 
--- The derived sizes of a config: a list of { name =, value = } in declared order.
+-- The derived sizes of a config: a list of { name =, value = } in declared order; then what the
+-- isa has at the most.
 function emit.sizes(request, text)
   local found, why, status = look_up(request)
   if not found then return nil, why, status end
@@ -91,6 +92,9 @@ function emit.sizes(request, text)
   local list = {}
   for i, size in ipairs(found.declared.derive or {}) do
     list[i] = { name = size[1], value = c[size[1]] }
+  end
+  for _, name in ipairs { "most_shared_bytes", "most_registers" } do
+    list[#list + 1] = found.isa[name] and { name = name, value = found.isa[name] }
   end
   return list
 end

@@ -8,8 +8,7 @@
 #include <strings.h>
 #include <unistd.h>
 
-// Seconds one kernel may take to compile before its compiler is killed.
-static const double compile_deadline_s = 120;
+const double sw_compile_deadline_s = 120;
 
 const char *sw_context_kernel_name(enum swathe_direction direction)
 {
@@ -237,6 +236,11 @@ enum swathe_status sw_context_source(struct swathe_context *context,
   return status ? sw_within(status, "while emitting %s for %s", kernel, isa) : SWATHE_OK;
 }
 
+enum sw_jit_compiler sw_context_compiler(const struct sw_aim *aim)
+{
+  return aim->cuda ? SW_JIT_NVRTC : SW_JIT_CC;
+}
+
 enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
                                              enum swathe_status status, char *log)
 {
@@ -248,11 +252,10 @@ enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
   return status;
 }
 
-// `config`, or what a layer would use, in canonical form.
-static enum swathe_status settle_config(struct swathe_context *context,
-                                        const struct swathe_problem *problem,
-                                        enum swathe_direction direction, const struct sw_aim *aim,
-                                        const char *config, char *settled)
+enum swathe_status sw_context_config(struct swathe_context *context,
+                                     const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const struct sw_aim *aim,
+                                     const char *config, char *settled)
 {
   struct sw_choice choice;
   const struct sw_gen_request request = { .problem = problem,
@@ -281,7 +284,7 @@ enum swathe_status swathe_emit(struct swathe_context *context, const struct swat
   struct sw_aim aim;
   enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
 
-  if (!status) status = settle_config(context, problem, direction, &aim, config, settled);
+  if (!status) status = sw_context_config(context, problem, direction, &aim, config, settled);
   if (!status)
     status = sw_context_source(context, problem, sw_context_kernel_name(direction), aim.isa,
                                settled, &source);
@@ -293,46 +296,6 @@ enum swathe_status swathe_emit(struct swathe_context *context, const struct swat
 }
 
 // ---- Kernels ------------------------------------------------------------------------------------
-
-static enum sw_jit_compiler compiler_of(const struct sw_aim *aim)
-{
-  return aim->cuda ? SW_JIT_NVRTC : SW_JIT_CC;
-}
-
-enum swathe_status swathe_compile(struct swathe_context *context,
-                                  const struct swathe_problem *problem,
-                                  enum swathe_direction direction, const char *isa,
-                                  const char *config, struct swathe_compiled *compiled)
-{
-  struct swathe_compiled result = { .cached = false };
-  struct sw_gen_source source = { .text = NULL };
-  struct sw_jit_report report;
-  struct sw_aim aim;
-  char *log = NULL;
-  enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
-
-  if (!status) status = settle_config(context, problem, direction, &aim, config, result.config);
-  if (!status)
-    status = sw_context_source(context, problem, sw_context_kernel_name(direction), aim.isa,
-                               result.config, &source);
-  if (status) return status;
-  const struct sw_jit_request request = {
-    .name = sw_context_kernel_name(direction),
-    .source = source.text,
-    .flags = source.flags,
-    .isa = aim.isa,
-    .compiler = compiler_of(&aim),
-  };
-  status = sw_jit_warm(context->jit, &request, compile_deadline_s, &report, &log);
-  if (status) status = sw_context_compile_failed(&source, status, log);
-  sw_gen_source_free(&source);
-  if (status) return status;
-  result.cached = report.cached;
-  result.compile_s = report.compile_s;
-  result.binary_bytes = report.binary_bytes;
-  *compiled = result;
-  return SWATHE_OK;
-}
 
 static enum swathe_status find_symbols(struct sw_kernel *kernel, const char *name)
 {
@@ -371,9 +334,9 @@ static enum swathe_status build_kernel(struct swathe_context *context,
                                           .source = source.text,
                                           .flags = source.flags,
                                           .isa = wanted->aim->isa,
-                                          .compiler = compiler_of(wanted->aim) };
-  status = sw_jit_load(context->jit, &request, compile_deadline_s, &kernel->image, &kernel->report,
-                       &log);
+                                          .compiler = sw_context_compiler(wanted->aim) };
+  status = sw_jit_load(context->jit, &request, sw_compile_deadline_s, &kernel->image,
+                       &kernel->report, &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
   sw_gen_source_free(&source);
   return status ? sw_within(status, "while loading %s with %s", wanted->name, wanted->config)
@@ -386,7 +349,7 @@ static enum swathe_status load_kernel(struct swathe_context *context,
                                       const struct sw_kernel_wanted *wanted,
                                       struct sw_kernel *kernel)
 {
-  const enum sw_jit_compiler compiler = compiler_of(wanted->aim);
+  const enum sw_jit_compiler compiler = sw_context_compiler(wanted->aim);
   const char *digest = sw_gen_digest(context->gen);
   char text[SW_PROBLEM_TEXT], origin[SW_PROBLEM_TEXT + SW_CONFIG_TEXT + 256];
   enum swathe_status status = SWATHE_NOT_FOUND;
@@ -549,14 +512,14 @@ enum swathe_status swathe_model_problem(struct swathe_context *context, const ch
 
 enum swathe_status swathe_configs(struct swathe_context *context,
                                   const struct swathe_problem *problem,
-                                  enum swathe_direction direction, bool exhaustive,
-                                  swathe_config_visit *visit, swathe_refused_visit *refused,
-                                  void *arg)
+                                  enum swathe_direction direction, const char *isa,
+                                  bool exhaustive, swathe_config_visit *visit,
+                                  swathe_refused_visit *refused, void *arg)
 {
   char config[SW_CONFIG_TEXT];
   struct sw_gen_walk *walk = NULL;
   struct sw_aim aim;
-  enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
+  enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
 
   if (status) return status;
   const struct sw_gen_request request = { .problem = problem,

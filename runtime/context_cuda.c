@@ -80,12 +80,13 @@ enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const cha
                    list_names(&isas).text);
   // without a device kernels can still be made
   status = sw_context_device(context, &aim->device);
-  if (status && given) aim->device = NULL;
-  else if (status)
+  if (status && !given)
     return sw_within(status, "kernels can be made without a device when an architecture is named "
                              "(--arch, SWATHE_ARCH): %s", list_names(&isas).text);
+  if (status) aim->device = NULL;
+  if (!given) status = isa_of_device(&isas, aim);
+  else status = SWATHE_OK;
   if (given) snprintf(aim->isa, sizeof aim->isa, "%s", given);
-  else status = isa_of_device(&isas, aim);
   aim->own = !isa || (aim->device && !strcmp(aim->isa, isa));
   return status;
 }

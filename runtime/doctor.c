@@ -80,6 +80,21 @@ static void look_at_database(const struct report *report, struct swathe_context 
   else find(report, "tuning database", SWATHE_ABSENT, text, "tune a problem: swathe tune --help");
 }
 
+static void look_at_nvrtc(const struct report *report, struct sw_jit *jit)
+{
+  struct sw_jit_nvrtc_state state;
+  char text[1024];
+
+  sw_jit_nvrtc_state(jit, &state);
+  if (!*state.path) {
+    find(report, "cuda compiler", SWATHE_ABSENT, state.problem,
+         "CUDA kernels that the cache lacks need it; CPU kernels do not");
+    return;
+  }
+  snprintf(text, sizeof text, "%s (%s), for %s", state.path, state.version, state.isas);
+  find(report, "cuda compiler", SWATHE_HEALTHY, text, "");
+}
+
 enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
                                  void *arg)
 {
@@ -95,10 +110,11 @@ enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_
   sw_jit_state(context->jit, &state);
   look_at_compiler(&report, &state);
   look_at_cache(&report, &state);
+  look_at_nvrtc(&report, context->jit);
   look_at_database(&report, context);
   find(&report, "threads transport", SWATHE_HEALTHY, "ranks as threads of one process", "");
   find(&report, "mpi transport", SWATHE_ABSENT, "not part of this version", "");
   find(&report, "cuda target", SWATHE_ABSENT,
-       "not part of this version: no NVRTC, driver or NCCL is looked for", "");
+       "kernels can be compiled, not yet run", "");
   return SWATHE_OK;
 }

@@ -49,7 +49,8 @@ void sw_gen_walk_refused(struct sw_gen_walk *walk, swathe_refused_visit *visit, 
 void sw_gen_walk_end(struct sw_gen_walk *walk);
 
 // The derived sizes of a valid config, by their names in spaces.lua: what it costs, as far as that
-// is known before it is compiled.
+// is known before it is compiled.  Then the isa's most_shared_bytes and most_registers of a block,
+// where it has them.
 typedef void sw_gen_size_visit(void *arg, const char *name, int64_t value);
 enum swathe_status sw_gen_sizes(struct sw_gen *gen, const struct sw_gen_request *request,
                                 const char *config, sw_gen_size_visit *visit, void *arg);

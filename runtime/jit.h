@@ -28,7 +28,7 @@ struct sw_jit_request {
   const char *name;    // for words and the entry's header: "forward"
   const char *source;  // C or CUDA C text
   const char *flags;   // separated by single spaces, as the generator gave them
-  const char *isa;     // of NVRTC the architecture, which needs no flag
+  const char *isa;     // of NVRTC the architecture that its flags name, too
   enum sw_jit_compiler compiler;
 };
 
@@ -84,7 +84,8 @@ enum swathe_status sw_jit_job_finish(struct sw_jit_job *job, double deadline_s, 
 void sw_jit_job_kill(struct sw_jit_job *job);  // and frees it
 
 // The address of an exported symbol; of a CUDA image that of a variable's initial value, here in
-// the host's memory, until the image is unloaded.  SWATHE_LOAD if there is none.
+// the host's memory, until the image is unloaded (NVRTC makes no variable visible to a driver).
+// SWATHE_LOAD if there is none.
 enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name,
                                  void **address);
 void sw_jit_unload(struct sw_jit_image *image);

@@ -107,6 +107,16 @@ enum swathe_status sw_context_kernel(struct swathe_context *context,
                                      const struct sw_kernel_wanted *wanted,
                                      const struct sw_kernel **kernel);
 
+// Seconds one kernel may take to compile before its compiler is given up.
+extern const double sw_compile_deadline_s;
+enum sw_jit_compiler sw_context_compiler(const struct sw_aim *aim);
+
+// `config`, or what a layer would use, in canonical form.  `settled` has SW_CONFIG_TEXT bytes.
+enum swathe_status sw_context_config(struct swathe_context *context,
+                                     const struct swathe_problem *problem,
+                                     enum swathe_direction direction, const struct sw_aim *aim,
+                                     const char *config, char *settled);
+
 // The source of a kernel; free with sw_gen_source_free.
 enum swathe_status sw_context_source(struct swathe_context *context,
                                      const struct swathe_problem *problem, const char *kernel,

@@ -412,11 +412,27 @@ SWATHE_API enum swathe_status swathe_emit(struct swathe_context *context,
                                           enum swathe_direction direction, const char *isa,
                                           const char *config, char **source);
 
+// What one kernel of a CUDA image uses, as its compiler says.
+struct swathe_kernel_use {
+  char kernel[32];
+  int32_t threads;      // of a block
+  int32_t registers;    // of a thread
+  int32_t spill_bytes;  // of a thread: registers that did not fit, stores and loads; -1: not known
+  int32_t stack_bytes;
+  int32_t shared_bytes; // of a block, what it asks for at the launch included
+  int32_t barriers;
+};
+
 struct swathe_compiled {
   char config[512];
   bool cached;          // loaded from the cache, nothing was compiled
   double compile_s;     // 0 when cached
   size_t binary_bytes;
+  // of CUDA images only, else 0 and ""
+  int32_t kernel_count;
+  struct swathe_kernel_use kernels[8];
+  double counted_ratio; // multiply-adds that are done over those that the window asks for
+  char refused[192];    // why a tuner would not try it: it spills, or is over a limit; "": it would
 };
 // Compiles one kernel into the cache (or finds it there).
 SWATHE_API enum swathe_status swathe_compile(struct swathe_context *context,
@@ -424,15 +440,15 @@ SWATHE_API enum swathe_status swathe_compile(struct swathe_context *context,
                                              enum swathe_direction direction, const char *isa,
                                              const char *config, struct swathe_compiled *compiled);
 
-// Walks the configs of a kernel's space in their fixed order; return false to stop.  `refused` (or
-// NULL) is called at the end for each rule that turned points away: how many.  `exhaustive`: also
-// what `prefer` rules think unlikely to win.
+// Walks the configs of a kernel's space in their fixed order; return false to stop.  isa as above.
+// `refused` (or NULL) is called at the end for each rule that turned points away: how many.
+// `exhaustive`: also what `prefer` rules think unlikely to win.
 typedef bool swathe_config_visit(void *arg, const char *config);
 typedef void swathe_refused_visit(void *arg, const char *rule, int64_t points);
 SWATHE_API enum swathe_status swathe_configs(struct swathe_context *context,
                                              const struct swathe_problem *problem,
-                                             enum swathe_direction direction, bool exhaustive,
-                                             swathe_config_visit *visit,
+                                             enum swathe_direction direction, const char *isa,
+                                             bool exhaustive, swathe_config_visit *visit,
                                              swathe_refused_visit *refused, void *arg);
 
 // How many kernels this context compiled, and how many it loaded from the cache.

@@ -146,7 +146,7 @@ static enum swathe_status list_candidates(struct tuning *tuning)
   pthread_mutex_unlock(&tuning->context->mutex);
   if (!status) status = add_candidate(tuning, config);
   if (!status)
-    status = swathe_configs(tuning->context, tuning->problem, tuning->direction,
+    status = swathe_configs(tuning->context, tuning->problem, tuning->direction, NULL,
                             tuning->options->exhaustive, list_candidate, count_refused, &listing);
   if (!status) status = listing.status;
   if (status) return status;

@@ -844,8 +844,8 @@ static void write_picks(const char *path, const struct swathe_problem *problem, 
   for (int d = 0; d < 2; d++) {
     const char *kernel = sw_context_kernel_name((enum swathe_direction)d);
     struct configs configs = { .count = 0 };
-    assert_int_equal(swathe_configs(context, problem, (enum swathe_direction)d, false, note_config,
-                                    NULL, &configs),
+    assert_int_equal(swathe_configs(context, problem, (enum swathe_direction)d, NULL, false,
+                                    note_config, NULL, &configs),
                      SWATHE_OK);
     const struct sw_db_row row = { problem, kernel, &environment, configs.of[which] };
     snprintf(config[d], 512, "%s", configs.of[which]);

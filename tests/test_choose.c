@@ -63,7 +63,8 @@ static void another_config(const struct swathe_problem *problem, char config[512
   do {
     nth.left++;
     const int wanted = nth.left;
-    assert_int_equal(swathe_configs(context, problem, SWATHE_FORWARD, false, take_nth, NULL, &nth),
+    assert_int_equal(swathe_configs(context, problem, SWATHE_FORWARD, NULL, false, take_nth, NULL,
+                                    &nth),
                      SWATHE_OK);
     nth.left = wanted;
   } while (!strcmp(nth.config, fallback));

@@ -135,7 +135,7 @@ static const char *const *configs_of(const struct property *property)
   for (int d = 0; d < 2; d++) {
     lotteries[d] = (struct lottery){ .state = (uint64_t)(2 * property->config + d) };
     if (swathe_configs(context_of(property->isa, property->optimised, 1), &problem,
-                       (enum swathe_direction)d, false, show_config, NULL, &lotteries[d]))
+                       (enum swathe_direction)d, NULL, false, show_config, NULL, &lotteries[d]))
       return NULL;
   }
   last = kernel;

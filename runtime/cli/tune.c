@@ -58,7 +58,7 @@ static struct refused find_refused(const struct cli_args *args, const struct cli
                                    enum swathe_direction direction)
 {
   struct refused refused = { .rules = json_array() };
-  (void)swathe_configs(given->context, &given->problem, direction,
+  (void)swathe_configs(given->context, &given->problem, direction, NULL,
                        args->value[CLI_EXHAUSTIVE] != NULL, pass_by, take_refused, &refused);
   return refused;
 }
