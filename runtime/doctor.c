@@ -95,6 +95,25 @@ static void look_at_nvrtc(const struct report *report, struct sw_jit *jit)
   find(report, "cuda compiler", SWATHE_HEALTHY, text, "");
 }
 
+static void look_at_driver(const struct report *report)
+{
+  struct sw_device_cuda_driver driver;
+  char text[768];
+
+  if (sw_device_cuda_look(&driver)) {
+    find(report, "cuda driver", SWATHE_ABSENT, swathe_error(),
+         "only --target cuda needs it; kernels can be compiled without");
+    return;
+  }
+  snprintf(text, sizeof text,
+           "%s%s: CUDA %d.%d, %d device%s, the first %s, compute capability %d.%d",
+           driver.emulated ? "emulated, not a GPU: " : "", driver.library, driver.version / 1000,
+           driver.version % 1000 / 10, driver.devices, driver.devices == 1 ? "" : "s",
+           driver.first, driver.first_major, driver.first_minor);
+  if (driver.devices) find(report, "cuda driver", SWATHE_HEALTHY, text, "");
+  else find(report, "cuda driver", SWATHE_BROKEN, text, "is CUDA_VISIBLE_DEVICES set to none?");
+}
+
 enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
                                  void *arg)
 {
@@ -114,7 +133,6 @@ enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_
   look_at_database(&report, context);
   find(&report, "threads transport", SWATHE_HEALTHY, "ranks as threads of one process", "");
   find(&report, "mpi transport", SWATHE_ABSENT, "not part of this version", "");
-  find(&report, "cuda target", SWATHE_ABSENT,
-       "kernels can be compiled, not yet run", "");
+  look_at_driver(&report);
   return SWATHE_OK;
 }
