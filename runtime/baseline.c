@@ -241,12 +241,9 @@ static void *block_of(const struct swathe_layer *layer, int way, int32_t round, 
   return baseline->blocks[way][round % 2].data;
 }
 
-// A block: [batch][rows][kv_heads][dim] of k, then of v.
-static struct sw_key_views block_views(const struct swathe_layer *layer, void *block, int32_t owner,
-                                       int64_t row)
+static struct sw_key_views block_views(const struct swathe_layer *layer, void *block, int64_t row)
 {
-  const struct sw_baseline *baseline = layer->baseline;
-  return sw_exchange_packed(layer, block, baseline->elem_bytes, baseline->rows[owner], row);
+  return sw_exchange_packed(layer, block, layer->baseline->elem_bytes, row);
 }
 
 // The message of this rank's halo that `owner` would send; NULL if it needs nothing of it.
@@ -267,9 +264,9 @@ static void keep_needed(const struct swathe_layer *layer, void *block, int32_t o
 
   for (int64_t i = message ? message->segment_begin : 0; message && i < message->segment_end; i++) {
     const struct sw_halo_segment *segment = &layer->plan->receives[i];
-    const struct sw_key_views from = block_views(layer, block, owner, baseline->owner_rows[i]);
-    const struct sw_key_views to = sw_exchange_wire(layer, baseline->halo, baseline->elem_bytes,
-                                                    message, segment->slot);
+    const struct sw_key_views from = block_views(layer, block, baseline->owner_rows[i]);
+    const struct sw_key_views to =
+        sw_exchange_packed(layer, baseline->halo, baseline->elem_bytes, segment->slot);
     sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_qk, to.k, from.k,
                      baseline->elem_bytes);
     sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_v, to.v, from.v,
@@ -279,7 +276,7 @@ static void keep_needed(const struct swathe_layer *layer, void *block, int32_t o
 
 // ---- Sums ---------------------------------------------------------------------------------------
 
-// to += from, over [batch][tokens][row] of float; `to` may be bfloat16, rounded at each addition.
+// to += from, over [tokens][batch][row] of float; `to` may be bfloat16, rounded at each addition.
 static void add_rows(const struct swathe_layer *layer, struct sw_view to, struct sw_view from,
                      int64_t tokens, int64_t row, bool narrow)
 {
@@ -305,9 +302,9 @@ static void add_own(const struct swathe_layer *layer, void *block, int32_t owner
 
   for (int64_t i = message ? message->segment_begin : 0; message && i < message->segment_end; i++) {
     const struct sw_halo_segment *segment = &layer->plan->receives[i];
-    const struct sw_key_views to = block_views(layer, block, owner, baseline->owner_rows[i]);
+    const struct sw_key_views to = block_views(layer, block, baseline->owner_rows[i]);
     const struct sw_key_views from =
-        sw_exchange_wire(layer, layer->send_sums.data, sizeof(float), message, segment->slot);
+        sw_exchange_packed(layer, layer->send_sums.data, sizeof(float), segment->slot);
     add_rows(layer, to.k, from.k, segment->tokens, p->kv_heads * p->head_dim_qk, narrow);
     add_rows(layer, to.v, from.v, segment->tokens, p->kv_heads * p->head_dim_v, narrow);
   }
@@ -349,9 +346,9 @@ static void arrive_home(const struct swathe_layer *layer, int way, void *block)
       continue;
     for (int64_t i = message->segment_begin; i < message->segment_end; i++) {
       const struct sw_halo_segment *segment = &plan->sends[i];
-      const struct sw_key_views from = block_views(layer, block, plan->rank, segment->row);
+      const struct sw_key_views from = block_views(layer, block, segment->row);
       const struct sw_key_views to =
-          sw_exchange_wire(layer, layer->receive_sums.data, sizeof(float), message, segment->slot);
+          sw_exchange_packed(layer, layer->receive_sums.data, sizeof(float), segment->slot);
       take_rows(layer, to.k, from.k, segment->tokens, p->kv_heads * p->head_dim_qk, narrow);
       take_rows(layer, to.v, from.v, segment->tokens, p->kv_heads * p->head_dim_v, narrow);
     }
@@ -497,7 +494,7 @@ enum swathe_status sw_baseline_post_keys(struct swathe_layer *layer,
   for (int w = 0; w < WAYS; w++) {
     if (!baseline->reach[w][baseline->rank]) continue;
     void *block = block_of(layer, w, 0, baseline->rank);
-    const struct sw_key_views own = block_views(layer, block, baseline->rank, 0);
+    const struct sw_key_views own = block_views(layer, block, 0);
     sw_exchange_copy(layer->batch, layer->plan->rows, p->kv_heads, p->head_dim_qk, own.k,
                      sw_exchange_tensor(&tensors->k, 0, elem), elem);
     sw_exchange_copy(layer->batch, layer->plan->rows, p->kv_heads, p->head_dim_v, own.v,

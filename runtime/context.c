@@ -315,7 +315,10 @@ static enum swathe_status find_symbols(struct sw_kernel *kernel, const char *nam
   kernel->tile_tokens = *(const sw_int64 *)address;
   if (strcmp(name, "backward")) return SWATHE_OK;
   status = sw_jit_symbol(kernel->image, "gather", &address);
-  if (!status) *(void **)&kernel->gather = address;
+  if (status) return status;
+  *(void **)&kernel->gather = address;
+  status = sw_jit_symbol(kernel->image, "backward_final_keys", &address);
+  if (!status) kernel->final_keys = *(const sw_int64 *)address;
   return status;
 }
 

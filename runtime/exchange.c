@@ -1,6 +1,6 @@
 // exchange.c: what travels between ranks: the halo's keys, and the sums of their gradients on the
-// way home, and how both lie in buffers.  A message holds, for its tokens,
-// [batch][tokens][kv_heads][dim] of k, then of v.
+// way home, and how both lie in buffers.  A buffer holds token after token, each
+// [batch][kv_heads][dim] of k, then of v.
 #include "layer.h"
 
 #include <string.h>
@@ -23,41 +23,18 @@ struct sw_view sw_exchange_tensor(const struct swathe_tensor *tensor, int64_t ro
   };
 }
 
-// A packed block [batch][tokens][kv_heads][dim] that begins at `data`, from its token `first` on.
-static struct sw_view block_view(const struct swathe_layer *layer, void *data, size_t elem_bytes,
-                                 int64_t tokens, int64_t first, int64_t dim)
-{
-  const int64_t token = layer->problem.kv_heads * dim;
-  return (struct sw_view){ .data = offset(data, first * token, elem_bytes),
-                           .token = token,
-                           .head = dim,
-                           .batch = tokens * token };
-}
-
 struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
-                                       size_t elem_bytes, int64_t tokens, int64_t first)
+                                       size_t elem_bytes, int64_t first)
 {
-  const int64_t k_elements =
-      layer->batch * tokens * layer->problem.kv_heads * layer->problem.head_dim_qk;
+  const struct swathe_problem *p = &layer->problem;
+  const int64_t token = layer->batch * sw_layer_token_elements(layer);
+  const int64_t k_batch = (int64_t)p->kv_heads * p->head_dim_qk;
+  const int64_t v_batch = (int64_t)p->kv_heads * p->head_dim_v;
   return (struct sw_key_views){
-    .k = block_view(layer, data, elem_bytes, tokens, first, layer->problem.head_dim_qk),
-    .v = block_view(layer, offset(data, k_elements, elem_bytes), elem_bytes, tokens, first,
-                    layer->problem.head_dim_v),
+    .k = { offset(data, first * token, elem_bytes), token, p->head_dim_qk, k_batch },
+    .v = { offset(data, first * token + layer->batch * k_batch, elem_bytes), token, p->head_dim_v,
+           v_batch },
   };
-}
-
-static void *message_data(const struct swathe_layer *layer, void *base, size_t elem_bytes,
-                          const struct sw_halo_message *message)
-{
-  return offset(base, message->slot * layer->batch * sw_layer_token_elements(layer), elem_bytes);
-}
-
-struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base,
-                                     size_t elem_bytes, const struct sw_halo_message *message,
-                                     int64_t slot)
-{
-  return sw_exchange_packed(layer, message_data(layer, base, elem_bytes, message), elem_bytes,
-                            message->tokens, slot - message->slot);
 }
 
 // ---- Messages -----------------------------------------------------------------------------------
@@ -90,7 +67,7 @@ static enum swathe_status post(struct swathe_layer *layer, void *out,
     const struct sw_halo_message *message = send ? &sends[i - receive_count] : &receives[i];
     const size_t bytes = (size_t)message->tokens * token_bytes;
     layer->messages[count++] = (struct sw_transport_message){
-      .data = message_data(layer, send ? out : in, elem_bytes, message),
+      .data = (char *)(send ? out : in) + (size_t)message->slot * token_bytes,
       .bytes = bytes,
       .peer = message->peer,
       .send = send,
@@ -146,62 +123,46 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
   *exchange = (struct sw_exchange){ .transport = NULL };
   if (layer->muted) return SWATHE_OK;
   if (layer->baseline) return sw_baseline_post_keys(layer, tensors, halo, exchange);
-  for (int64_t m = 0; m < plan->send_message_count; m++) {
-    const struct sw_halo_message *message = &plan->send_messages[m];
-    for (int64_t i = message->segment_begin; i < message->segment_end; i++) {
-      const struct sw_halo_segment *segment = &plan->sends[i];
-      const struct sw_key_views to =
-          sw_exchange_wire(layer, layer->send.data, elem, message, segment->slot);
-      sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_qk, to.k,
-                       sw_exchange_tensor(&tensors->k, segment->row, elem), elem);
-      sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_v, to.v,
-                       sw_exchange_tensor(&tensors->v, segment->row, elem), elem);
-    }
+  for (int64_t i = 0; i < plan->send_count; i++) {
+    const struct sw_halo_segment *segment = &plan->sends[i];
+    const struct sw_key_views to =
+        sw_exchange_packed(layer, layer->send.data, elem, segment->slot);
+    sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_qk, to.k,
+                     sw_exchange_tensor(&tensors->k, segment->row, elem), elem);
+    sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_v, to.v,
+                     sw_exchange_tensor(&tensors->v, segment->row, elem), elem);
   }
   return post(layer, layer->send.data, plan->send_messages, plan->send_message_count, halo,
               plan->receive_messages, plan->receive_message_count, elem, exchange);
 }
 
-// Sums travel as fp32, or narrowed where the problem says so; they are added in fp32 either way.
-static bool narrows(const struct swathe_layer *layer)
+bool sw_exchange_narrows(const struct swathe_layer *layer)
 {
-  return layer->problem.halo_gradient == SWATHE_BF16;
-}
-
-static size_t sums_of(const struct swathe_layer *layer, int64_t tokens)
-{
-  return (size_t)tokens * (size_t)layer->batch * (size_t)sw_layer_token_elements(layer);
+  return layer->problem.halo_gradient == SWATHE_BF16 && !layer->baseline;
 }
 
 enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange)
 {
   const struct sw_halo_plan *plan = layer->plan;
-  void *out = layer->send_sums.data, *in = layer->receive_sums.data;
-  size_t elem = sizeof(float);
+  const bool narrows = sw_exchange_narrows(layer);
+  void *in = narrows ? layer->receive_narrow.data : layer->receive_sums.data;
 
   *exchange = (struct sw_exchange){ .transport = NULL };
   if (layer->muted) return SWATHE_OK;
   if (layer->baseline) return sw_baseline_post_sums(layer, exchange);
-  if (narrows(layer)) {
-    const float *sums = out;
-    uint16_t *narrow = layer->send_narrow.data;
-    for (size_t i = 0; i < sums_of(layer, plan->receive_tokens); i++)
-      narrow[i] = sw_problem_to_bf16(sums[i]);
-    out = narrow;
-    in = layer->receive_narrow.data;
-    elem = sizeof *narrow;
-  }
-  return post(layer, out, plan->receive_messages, plan->receive_message_count, in,
-              plan->send_messages, plan->send_message_count, elem, exchange);
+  return post(layer, layer->send_sums.data, plan->receive_messages, plan->receive_message_count, in,
+              plan->send_messages, plan->send_message_count,
+              narrows ? sizeof(uint16_t) : sizeof(float), exchange);
 }
 
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer, struct sw_exchange *exchange)
 {
   const enum swathe_status status = sw_exchange_finish(layer, exchange);
-  if (status || !narrows(layer) || layer->baseline || layer->muted) return status;
+  if (status || !sw_exchange_narrows(layer) || layer->muted) return status;
+  const int64_t elements =
+      layer->plan->send_tokens * layer->batch * sw_layer_token_elements(layer);
   float *sums = layer->receive_sums.data;
   const uint16_t *narrow = layer->receive_narrow.data;
-  for (size_t i = 0; i < sums_of(layer, layer->plan->send_tokens); i++)
-    sums[i] = sw_problem_from_bf16(narrow[i]);
+  for (int64_t i = 0; i < elements; i++) sums[i] = sw_problem_from_bf16(narrow[i]);
   return SWATHE_OK;
 }

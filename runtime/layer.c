@@ -198,23 +198,10 @@ enum swathe_status swathe_layer_create(struct swathe_context *context,
   return swathe_layer_create_strategy(context, problem, transport, SWATHE_HALO, layer);
 }
 
-// The layer's buffers, one after the other; NULL behind the last.
-static struct sw_buffer *buffer_of(struct swathe_layer *layer, size_t i)
-{
-  struct sw_buffer *const buffers[] = { &layer->send,          &layer->receive,
-                                        &layer->send_sums,     &layer->receive_sums,
-                                        &layer->own_sums,      &layer->spill_sums,
-                                        &layer->head_sums,     &layer->send_narrow,
-                                        &layer->receive_narrow };
-  return i < sizeof buffers / sizeof *buffers ? buffers[i] : NULL;
-}
-
 size_t swathe_layer_memory_bytes(const struct swathe_layer *layer)
 {
   size_t bytes = sw_baseline_memory_bytes(layer);
-  const struct sw_buffer *buffer;
-  for (size_t i = 0; (buffer = buffer_of((struct swathe_layer *)layer, i)); i++)
-    bytes += buffer->bytes;
+  for (int i = 0; i < SW_LAYER_BUFFERS; i++) bytes += layer->buffers[i].bytes;
   return bytes;
 }
 
@@ -223,12 +210,10 @@ void swathe_layer_mute(struct swathe_layer *layer, bool muted) { layer->muted = 
 void swathe_layer_destroy(struct swathe_layer *layer)
 {
   if (!layer) return;
-  struct sw_buffer *buffer;
-  for (size_t i = 0; (buffer = buffer_of(layer, i)); i++)
-    if (buffer->data) sw_device_free(layer->device, buffer->data);
+  for (int i = 0; i < SW_LAYER_BUFFERS; i++)
+    if (layer->buffers[i].data) sw_device_free(layer->device, layer->buffers[i].data);
   sw_baseline_destroy(layer);
   for (int d = 0; d < 2; d++) sw_work_free(&layer->work[d]);
-  free(layer->terms);
   free(layer->messages);
   if (layer->planner) sw_halo_planner_destroy(layer->planner);
   if (layer->device) sw_device_destroy(layer->device);
@@ -296,7 +281,7 @@ enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
   for (int d = 0; d < 2 && !status; d++)
     if (layer->kernels[d])
       status = sw_work_build(&layer->work[d], &layer->problem, plan, (enum swathe_direction)d,
-                             layer->kernels[d]->tile_tokens);
+                             layer->kernels[d]->tile_tokens, layer->kernels[d]->final_keys);
   if (status) return sw_within(status, "while sharding for rank %d", sw_layer_rank(layer));
 
   layer->batch = sharding->batch;

@@ -14,6 +14,7 @@
 #include "gen.h"
 #include "halo.h"
 #include "jit.h"
+#include "sharding.h"
 #include "transport.h"
 
 // ---- context.c ---------------------------------------------------------------------------------
@@ -52,7 +53,8 @@ struct sw_kernel {
   sw_workspace_query *workspace;
   sw_gather_kernel *gather;      // backward only
   int64_t tile_tokens;
-  struct sw_device_cuda *device; // of a CUDA image, instead of those above but the last
+  int64_t final_keys;            // backward only
+  struct sw_device_cuda *device; // of a CUDA image, instead of those above but the last two
   void *module;
   struct sw_cuda_function functions[SW_CUDA_KERNELS];
 };
@@ -164,38 +166,71 @@ enum swathe_status sw_choose(struct swathe_context *context, const struct swathe
 
 // ---- work.c ------------------------------------------------------------------------------------
 
-// Where a run's keys and its gradient sums live; pointers are filled in at each call.
-enum sw_place { SW_OWN, SW_WIRE };
+// Where keys or sums live; pointers are filled in at each call.
+enum sw_place {
+  SW_OWN,    // rows of the rank's tensors
+  SW_WIRE,   // slots of the receive buffer
+  SW_SPILL,  // tokens of the buffer of sums that are added later
+  SW_HOME,   // slots of the send buffer, whose sums came home
+};
 
 struct sw_run_source {
-  enum sw_place place;
-  int64_t index;                 // row of the rank's tensors, or slot of the receive buffer
-  int32_t message;               // SW_WIRE: which receive message holds the slot
-  int64_t spill;                 // first token in the spill buffer; -1: sums go to their own place
+  enum sw_place place;           // SW_OWN or SW_WIRE
+  int64_t index;                 // of its first key
+  int64_t spill;                 // of its sums; -1: they are final
 };
 
-// A spilled run: sums that belong elsewhere and are added there, in list order.
-struct sw_spill {
-  enum sw_place place;
-  int64_t index, tokens, spill;
-  int32_t message;
+// ---- sums.c -------------------------------------------------------------------------------------
+
+// Terms of one key are added in this order, those of one turn as they were claimed.
+enum sw_turn { SW_TURN_UNIT, SW_TURN_NEIGHBOUR, SW_TURN_RECEIVED };
+
+struct sw_sum_source {
+  enum sw_place place;           // SW_SPILL or SW_HOME
+  int64_t index;
 };
+
+struct sw_sums {
+  // pieces of struct sw_sum: [0, wire_pieces) are slots of the message that takes them home, the
+  // rest rows of the rank's tensors; their terms' sources, and room for the terms themselves
+  struct sw_list pieces, sources, terms;
+  int64_t wire_pieces;
+  struct sw_list own, wire, shared, keys, scratch, active;
+};
+
+void sw_sums_clear(struct sw_sums *sums);
+void sw_sums_free(struct sw_sums *sums);
+// Somebody has sums for keys [index, index + tokens) of SW_OWN or SW_WIRE.
+enum swathe_status sw_sums_claim(struct sw_sums *sums, enum sw_place place, int64_t index,
+                                 int64_t tokens, enum sw_turn turn, struct sw_sum_source source);
+// So do the other ranks that read this rank's keys.
+enum swathe_status sw_sums_claim_received(struct sw_sums *sums, const struct sw_halo_plan *plan);
+// Takes the claims on own rows that were made so far as those of others than the keys' own units,
+// and forgets them: these rows are shared.
+enum swathe_status sw_sums_share(struct sw_sums *sums);
+// Whether the row is shared, and how far, until `end`, the rows after it are like it.
+bool sw_sums_part(const struct sw_sums *sums, int64_t row, int64_t end, int64_t *part_end);
+// Lists pieces, sources, and makes room for terms.
+enum swathe_status sw_sums_cut(struct sw_sums *sums);
+
+// ---- work.c, again ------------------------------------------------------------------------------
 
 // The units of one launch pair: [0, edge_units) see keys that come by the wire, the rest do not.
 struct sw_work {
   struct sw_unit *units;
   struct sw_run *runs;
   struct sw_run_source *sources; // [run_count]
-  struct sw_spill *spills;       // backward only
-  int64_t unit_count, edge_units, run_count, spill_count, spill_tokens, max_keys;
-  int64_t unit_capacity, run_capacity, source_capacity, spill_capacity;
+  struct sw_sums sums;           // backward only
+  int64_t unit_count, edge_units, run_count, spill_tokens, max_keys;
+  int64_t unit_capacity, run_capacity, source_capacity;
 };
 
 // Cuts the plan's spans into units of a kernel whose tiles have `tile_tokens` queries.  Unit
-// boundaries depend on the plan and the tile alone, never on threads.
+// boundaries depend on the problem, the plan and the tile alone, never on threads.  `final_keys` of
+// backward: as kernel_abi.h has it.
 enum swathe_status sw_work_build(struct sw_work *work, const struct swathe_problem *problem,
                                  const struct sw_halo_plan *plan, enum swathe_direction direction,
-                                 int64_t tile_tokens);
+                                 int64_t tile_tokens, int64_t final_keys);
 void sw_work_free(struct sw_work *work);
 
 // ---- layer.c, exchange.c, pass.c ----------------------------------------------------------------
@@ -204,6 +239,8 @@ struct sw_buffer {
   void *data;
   size_t bytes;
 };
+
+enum { SW_LAYER_BUFFERS = 7 };
 
 struct sw_baseline;
 struct sw_baseline_heads;
@@ -225,13 +262,18 @@ struct swathe_layer {
   struct sw_choice choices[2];
   const struct sw_kernel *kernels[2];  // NULL: not wanted
   struct sw_work work[2];
-  struct sw_term *terms;               // of the last backward
-  int64_t term_capacity;
   struct sw_transport_message *messages;
   int32_t message_capacity;
-  // keys on their way: to others, from others; sums on their way: to owners, from readers
-  struct sw_buffer send, receive, send_sums, receive_sums, send_narrow, receive_narrow;
-  struct sw_buffer own_sums, spill_sums, head_sums;  // head_sums: [unit][batch][query heads]
+  // keys on their way: to others, from others; sums on their way, in the dtype of the wire: to
+  // owners, from readers; the latter as floats; sums that are added later; [unit][batch][query
+  // heads]
+  union {
+    struct {
+      struct sw_buffer send, receive, send_sums, receive_narrow, receive_sums, spill_sums,
+          head_sums;
+    };
+    struct sw_buffer buffers[SW_LAYER_BUFFERS];
+  };
   struct swathe_timing timing;
 };
 
@@ -268,14 +310,10 @@ struct sw_key_views {
   struct sw_view k, v;
 };
 
-// A packed buffer of `tokens` keys from `first` on: [batch][tokens][kv_heads][dim] of k, then of v.
+// Keys in a buffer of the layer, from its token `first` on.  A token is [batch][kv_heads][dim] of
+// k, then of v, so that any tokens in a row can travel as they lie.
 struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
-                                       size_t elem_bytes, int64_t tokens, int64_t first);
-
-// The keys from `slot` on, within the message that carries it; `base` is the whole buffer.
-struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *base,
-                                     size_t elem_bytes, const struct sw_halo_message *message,
-                                     int64_t slot);
+                                       size_t elem_bytes, int64_t first);
 
 // One phase of the exchange while units run.
 struct sw_exchange {
@@ -289,6 +327,9 @@ struct sw_exchange {
 enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
                                          const struct swathe_tensors *tensors, void *halo,
                                          struct sw_exchange *exchange);
+// Whether sums travel as bfloat16, not as floats; they are added as floats either way.  (Those of a
+// baseline leave and arrive as floats.)
+bool sw_exchange_narrows(const struct swathe_layer *layer);
 // Posts the sums of the halo's keys to their owners, and receives those of the own keys.
 enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange);
 // For a launch's idle calls: `arg` is the exchange.

@@ -14,9 +14,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Rows that one item of gather adds up: their sums stay in the first-level cache for common heads.
-enum { GATHER_ROWS = 32 };
-
 // ---- Tensors ------------------------------------------------------------------------------------
 
 static enum swathe_status check_tensor(const struct swathe_layer *layer, const char *name,
@@ -125,19 +122,20 @@ static void point_runs(struct swathe_layer *layer, enum swathe_direction directi
       run->k = sw_exchange_tensor(&tensors->k, source->index, elem);
       run->v = sw_exchange_tensor(&tensors->v, source->index, elem);
     } else {
-      const struct sw_key_views keys = sw_exchange_wire(
-          layer, halo, elem, &layer->plan->receive_messages[source->message], source->index);
+      const struct sw_key_views keys = sw_exchange_packed(layer, halo, elem, source->index);
       run->k = keys.k;
       run->v = keys.v;
     }
     if (direction == SWATHE_FORWARD) continue;
-    const struct sw_key_views sums =
-        source->spill >= 0 ? sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float),
-                                                work->spill_tokens, source->spill)
-                           : sw_exchange_packed(layer, layer->own_sums.data, sizeof(float),
-                                                layer->plan->rows, source->index);
-    run->dk = sums.k;
-    run->dv = sums.v;
+    if (run->final) {
+      run->dk = sw_exchange_tensor(&tensors->dk, source->index, elem);
+      run->dv = sw_exchange_tensor(&tensors->dv, source->index, elem);
+    } else {
+      const struct sw_key_views sums =
+          sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), source->spill);
+      run->dk = sums.k;
+      run->dv = sums.v;
+    }
   }
 }
 
@@ -248,104 +246,39 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
 
 // ---- Backward -----------------------------------------------------------------------------------
 
-// Adds the sums of spilled halo keys, in list order, into the messages that take them home.
-static void add_spills_to_wire(struct swathe_layer *layer)
+// The terms of all sums, for this call.
+static void point_terms(struct swathe_layer *layer)
 {
-  const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
-  const struct swathe_problem *p = &layer->problem;
-  const size_t bytes = (size_t)layer->plan->receive_tokens * (size_t)layer->batch *
-                       (size_t)sw_layer_token_elements(layer) * sizeof(float);
+  const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
+  const struct sw_sum_source *sources = sums->sources.items;
+  struct sw_term *terms = sums->terms.items;
 
-  if (bytes) memset(layer->send_sums.data, 0, bytes);
-  for (int64_t i = 0; i < work->spill_count; i++) {
-    const struct sw_spill *spill = &work->spills[i];
-    if (spill->place != SW_WIRE) continue;
-    const struct sw_key_views from = sw_exchange_packed(
-        layer, layer->spill_sums.data, sizeof(float), work->spill_tokens, spill->spill);
-    const struct sw_key_views to =
-        sw_exchange_wire(layer, layer->send_sums.data, sizeof(float),
-                         &layer->plan->receive_messages[spill->message], spill->index);
-    for (int32_t b = 0; b < layer->batch; b++) {
-      float *out = (float *)to.k.data + b * to.k.batch;
-      const float *in = (const float *)from.k.data + b * from.k.batch;
-      for (int64_t j = 0; j < spill->tokens * p->kv_heads * p->head_dim_qk; j++) out[j] += in[j];
-      out = (float *)to.v.data + b * to.v.batch;
-      in = (const float *)from.v.data + b * from.v.batch;
-      for (int64_t j = 0; j < spill->tokens * p->kv_heads * p->head_dim_v; j++) out[j] += in[j];
-    }
+  for (int64_t i = 0; i < sums->sources.count; i++) {
+    void *data =
+        sources[i].place == SW_HOME ? layer->receive_sums.data : layer->spill_sums.data;
+    const struct sw_key_views views =
+        sw_exchange_packed(layer, data, sizeof(float), sources[i].index);
+    terms[i] = (struct sw_term){ .dk = views.k, .dv = views.v };
   }
-}
-
-static void add_term(struct swathe_layer *layer, int64_t *count, int64_t row, int64_t tokens,
-                     struct sw_key_views sums)
-{
-  assert(*count < layer->term_capacity);
-  layer->terms[(*count)++] =
-      (struct sw_term){ .row = row, .tokens = tokens, .dk = sums.k, .dv = sums.v };
-}
-
-// The sums of every row, in the order they are added: its own unit's, then those of neighbouring
-// units and spans of this rank, then those of other ranks by ascending rank.
-static int64_t list_terms(struct swathe_layer *layer)
-{
-  const struct sw_halo_plan *plan = layer->plan;
-  const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
-  int64_t count = 0;
-
-  add_term(layer, &count, 0, plan->rows,
-           sw_exchange_packed(layer, layer->own_sums.data, sizeof(float), plan->rows, 0));
-  for (int64_t i = 0; i < work->spill_count; i++)
-    if (work->spills[i].place == SW_OWN)
-      add_term(layer, &count, work->spills[i].index, work->spills[i].tokens,
-               sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), work->spill_tokens,
-                                  work->spills[i].spill));
-  for (int64_t m = 0; m < plan->send_message_count; m++) {
-    const struct sw_halo_message *message = &plan->send_messages[m];
-    for (int64_t i = message->segment_begin; i < message->segment_end; i++)
-      add_term(layer, &count, plan->sends[i].row, plan->sends[i].tokens,
-               sw_exchange_wire(layer, layer->receive_sums.data, sizeof(float), message,
-                                plan->sends[i].slot));
-  }
-  return count;
 }
 
 static enum swathe_status reserve_backward(struct swathe_layer *layer)
 {
   const struct sw_halo_plan *plan = layer->plan;
   const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
-  const int64_t terms = 1 + work->spill_count + plan->send_count;
-  enum swathe_status status = sw_layer_reserve(layer, &layer->own_sums, plan->rows, sizeof(float));
+  const bool narrows = sw_exchange_narrows(layer);
+  const size_t wire_bytes = narrows ? sizeof(uint16_t) : sizeof(float);
+  enum swathe_status status =
+      sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
 
   if (!status)
-    status = sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
-  if (!status)
-    status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, sizeof(float));
+    status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, wire_bytes);
   if (!status)
     status = sw_layer_reserve(layer, &layer->receive_sums, plan->send_tokens, sizeof(float));
-  if (!status && layer->problem.halo_gradient == SWATHE_BF16) {
-    status = sw_layer_reserve(layer, &layer->send_narrow, plan->receive_tokens, sizeof(uint16_t));
-    if (!status)
-      status = sw_layer_reserve(layer, &layer->receive_narrow, plan->send_tokens, sizeof(uint16_t));
-  }
+  if (!status && narrows)
+    status = sw_layer_reserve(layer, &layer->receive_narrow, plan->send_tokens, wire_bytes);
   if (!status && layer->problem.sinks) status = sw_layer_reserve_heads(layer, work->unit_count);
-  if (!status && terms > layer->term_capacity) {
-    free(layer->terms);
-    layer->terms = calloc((size_t)terms, sizeof *layer->terms);
-    layer->term_capacity = layer->terms ? terms : 0;
-    if (!layer->terms) status = sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " sums", terms);
-  }
   return status;
-}
-
-static void zero_own_gaps(struct swathe_layer *layer)
-{
-  const struct sw_key_views own =
-      sw_exchange_packed(layer, layer->own_sums.data, sizeof(float), layer->plan->rows, 0);
-  const struct swathe_tensor k = { own.k.data, own.k.token, own.k.head, own.k.batch };
-  const struct swathe_tensor v = { own.v.data, own.v.token, own.v.head, own.v.batch };
-  const struct swathe_problem *p = &layer->problem;
-  zero_gaps(layer, &k, p->kv_heads, (size_t)p->head_dim_qk * sizeof(float), sizeof(float));
-  zero_gaps(layer, &v, p->kv_heads, (size_t)p->head_dim_v * sizeof(float), sizeof(float));
 }
 
 struct gathering {
@@ -359,28 +292,51 @@ static void run_gather(const void *arg, int64_t begin, int64_t end, void *worksp
   gathering->kernel(gathering->args, begin, end, workspace);
 }
 
-static enum swathe_status launch_gather(struct swathe_layer *layer,
-                                        const struct swathe_tensors *tensors)
+static enum swathe_status launch_gather(struct swathe_layer *layer, struct sw_gather_args args)
 {
-  const size_t elem = sw_problem_elem_bytes(&layer->problem);
-  const struct sw_gather_args args = {
-    .terms = layer->terms,
-    .term_count = list_terms(layer),
-    .rows = layer->plan->rows,
-    .batch = layer->batch,
-    .kv_heads = layer->problem.kv_heads,
-    .block_rows = GATHER_ROWS,
-    .dk = sw_exchange_tensor(&tensors->dk, 0, elem),
-    .dv = sw_exchange_tensor(&tensors->dv, 0, elem),
-  };
+  args.terms = layer->work[SWATHE_BACKWARD].sums.terms.items;
+  args.batch = layer->batch;
+  args.kv_heads = layer->problem.kv_heads;
   const struct gathering gathering = { layer->kernels[SWATHE_BACKWARD]->gather, &args };
   const struct sw_device_launch launch = {
     .kernel = run_gather,
     .args = &gathering,
-    .items = args.batch * ((args.rows + GATHER_ROWS - 1) / GATHER_ROWS),
+    .items = args.batch * args.sum_count,
     .grain = 4,
   };
   return launch.items ? sw_device_launch(layer->device, &launch) : SWATHE_OK;
+}
+
+// Adds up the sums of the halo's keys in the messages that take them home.
+static enum swathe_status gather_wire(struct swathe_layer *layer)
+{
+  const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
+  const bool narrows = sw_exchange_narrows(layer);
+  const struct sw_key_views to = sw_exchange_packed(
+      layer, layer->send_sums.data, narrows ? sizeof(uint16_t) : sizeof(float), 0);
+  return launch_gather(layer, (struct sw_gather_args){
+                                  .sums = sums->pieces.items,
+                                  .sum_count = sums->wire_pieces,
+                                  .format = narrows ? SW_SUMS_BF16 : SW_SUMS_FLOAT,
+                                  .dk = to.k,
+                                  .dv = to.v,
+                              });
+}
+
+// Adds up the gradients of the own keys that several had sums for.
+static enum swathe_status gather_own(struct swathe_layer *layer,
+                                     const struct swathe_tensors *tensors)
+{
+  const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
+  const size_t elem = sw_problem_elem_bytes(&layer->problem);
+  return launch_gather(layer, (struct sw_gather_args){
+                                  .sums = (const struct sw_sum *)sums->pieces.items +
+                                          sums->wire_pieces,
+                                  .sum_count = sums->pieces.count - sums->wire_pieces,
+                                  .format = SW_SUMS_ELEM,
+                                  .dk = sw_exchange_tensor(&tensors->dk, 0, elem),
+                                  .dv = sw_exchange_tensor(&tensors->dv, 0, elem),
+                              });
 }
 
 // dsink of this rank: the units' sums, added in double in the order of the units.
@@ -418,9 +374,8 @@ static enum swathe_status run_backward(struct swathe_layer *layer,
     interior = half;
   }
   if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, 0, work->edge_units, NULL);
-  if (status) return status;
-  add_spills_to_wire(layer);
-  status = sw_exchange_post_sums(layer, &exchange);
+  if (!status) status = gather_wire(layer);
+  if (!status) status = sw_exchange_post_sums(layer, &exchange);
   if (!status)
     status = launch_units(layer, SWATHE_BACKWARD, &args, interior, work->unit_count, &exchange);
   return status ? status : sw_exchange_finish_sums(layer, &exchange);
@@ -440,9 +395,13 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
   layer->timing = (struct swathe_timing){ .total_us = 0 };
   zero_gaps(layer, &tensors->dq, layer->problem.q_heads, (size_t)layer->problem.head_dim_qk * elem,
             elem);
-  zero_own_gaps(layer);
+  zero_gaps(layer, &tensors->dk, layer->problem.kv_heads,
+            (size_t)layer->problem.head_dim_qk * elem, elem);
+  zero_gaps(layer, &tensors->dv, layer->problem.kv_heads,
+            (size_t)layer->problem.head_dim_v * elem, elem);
+  point_terms(layer);
   status = run_backward(layer, tensors);
-  if (!status) status = launch_gather(layer, tensors);
+  if (!status) status = gather_own(layer, tensors);
   if (!status && layer->problem.sinks) add_sinks(layer, tensors->dsink);
   layer->timing.total_us = sw_layer_now_us() - begin;
   return status ? sw_within(status, "in backward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;

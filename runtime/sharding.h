@@ -1,4 +1,5 @@
-// sharding.h: layouts -> who holds which position of which document.  Private to the halo room.
+// sharding.h: layouts -> who holds which position of which document.  Private to the halo room, but
+// for lists that grow and the sort, which sums.c works with too.
 #ifndef SW_SHARDING_H
 #define SW_SHARDING_H
 

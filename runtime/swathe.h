@@ -339,7 +339,9 @@ SWATHE_API enum swathe_status swathe_layer_create_strategy(struct swathe_context
                                                            struct swathe_layer **layer);
 
 // Bytes of the layer's own buffers under the shardings it has seen, swathe_tensors.halo not among
-// them: what attention takes beside the caller's tensors, kernels' workspaces aside.
+// them: what attention takes beside the caller's tensors, kernels' workspaces and lists of some
+// hundred bytes for 512 tokens aside.  Of the halo: keys on their way, sums of gradients on theirs,
+// and those that spill where strips of backward meet; in proportion to the window, not the share.
 SWATHE_API size_t swathe_layer_memory_bytes(const struct swathe_layer *layer);
 
 // Muted, a layer computes as always but exchanges nothing: it takes what the last exchange left, so

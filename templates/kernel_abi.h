@@ -17,8 +17,11 @@ struct sw_view {
 struct sw_run {
   sw_int64       position, tokens;    // first key position within its document, how many
   sw_int64       wire;                // whether k and v lie in the halo buffer
+  sw_int64       final;               // backward: nobody else has sums for these keys, so dk and
+                                      // dv are their gradients themselves, elem
   struct sw_view k, v;                // elem; data is the key at `position`, head 0, batch 0
-  struct sw_view dk, dv;              // float; here backward leaves the unit's sums for these keys
+  struct sw_view dk, dv;              // float if not final; here backward leaves the unit's sums
+                                      // for these keys
 };
 
 // A unit of work: consecutive query positions of one span, with every key that any of them can see.
@@ -50,18 +53,25 @@ struct sw_attention_args {
                                       // natural-log units, without sinks; -inf when there is none
 };
 
-// Second half of backward: adds each key's partial sums in the order of the terms; writes dk, dv.
+// Second half of backward: the keys that several have sums for.  A piece is a few rows that get
+// the sum of the same terms, in their order.
+struct sw_sum {
+  sw_int64 row, tokens;               // rows [row, row + tokens) of dk and dv
+  sw_int64 term_begin, term_end;      // at least one
+};
 struct sw_term {
-  sw_int64       row, tokens;         // rows [row, row + tokens) of dk and dv get
-  struct sw_view dk, dv;              // these float sums; data is the first row, head 0, batch 0
+  struct sw_view dk, dv;              // float; data is the piece's first row, head 0, batch 0
 };
+enum sw_sum_format { SW_SUMS_ELEM, SW_SUMS_FLOAT, SW_SUMS_BF16 };
 struct sw_gather_args {
-  const struct sw_term *terms;        // in the order of addition; every row has at least one
-  sw_int64       term_count;
-  sw_int64       rows, batch, kv_heads;
-  sw_int64       block_rows;          // item = b * ceil(rows / block_rows) + block, all heads
-  struct sw_view dk, dv;              // elem, outputs
+  const struct sw_sum  *sums;         // none has more than SW_SUM_TOKENS tokens
+  const struct sw_term *terms;
+  sw_int64       sum_count, batch, kv_heads;   // item = b * sum_count + sum, all heads
+  sw_int64       format;              // an sw_sum_format: what dk and dv hold.  SW_SUMS_ELEM: the
+                                      // outputs; otherwise a message that takes sums home
+  struct sw_view dk, dv;              // outputs
 };
+enum { SW_SUM_TOKENS = 32 };
 
 // Every emitted CPU image exports, for its kernel:
 //   void     forward(const struct sw_attention_args *, sw_int64 begin, sw_int64 end,
@@ -71,6 +81,8 @@ struct sw_gather_args {
 //   const sw_int64 forward_tile_tokens;             query positions in a tile; units are best a
 //                                                   multiple of it
 // and for backward the same with `backward`, and
+//   const sw_int64 backward_final_keys;             runs may be final in launches whose units see
+//                                                   at most so many keys
 //   void     gather(const struct sw_gather_args *, sw_int64 begin, sw_int64 end,
 //                   void *workspace);               the workspace is not used
 typedef void     sw_attention_kernel(const struct sw_attention_args *, sw_int64, sw_int64, void *);
@@ -81,11 +93,13 @@ typedef void     sw_gather_kernel(const struct sw_gather_args *, sw_int64, sw_in
 
 // The lists of units and runs lie in device memory and stay as they were when the layer was
 // sharded, so that a captured launch may be replayed.  There a view's data is an offset in bytes
-// from one of these bases; every other pointer is an address in device memory.
+// from one of these bases; every other pointer is an address in device memory.  (The views of terms
+// hold addresses, too.)
 struct sw_cuda_args {
   struct sw_attention_args attention;
   char    *k, *v, *halo;              // bases of a run's k and v: the rank's own, or where run.wire
   char    *sums;                      // base of a run's dk and dv, float
+  char    *dk, *dv;                   // their bases where run.final: the rank's own gradients
   float   *delta;                     // backward: [batch][query heads][rows], sum of out * dout
   sw_int64 rows;                      // of the rank's tensors
   sw_int64 first_item;                // a block's item is first_item + blockIdx.x
@@ -113,12 +127,6 @@ struct sw_cuda_launch {
 //   x  batch * entries    item = b * entries + entry, all heads    (gather: the sums)
 
 // gather: sw_gather_args, where terms hold addresses.
-enum sw_cuda_sums { SW_SUMS_ELEM, SW_SUMS_FLOAT, SW_SUMS_BF16 };
-struct sw_cuda_gather_args {
-  struct sw_gather_args gather;
-  sw_int64 format;                    // an sw_cuda_sums: what dk and dv hold.  SW_SUMS_ELEM: the
-                                      // outputs; otherwise a message that takes sums home
-};
 
 // pack: rows of the rank's keys and values, to where messages hold them.
 struct sw_segment {

@@ -220,6 +220,68 @@ static void backward_on_pairs_is_right(void **state)
   if (!right) fail_msg("%s", words);
 }
 
+// A tile sees more blocks of keys than a thread keeps: sums are left and taken up again, and none
+// of them may be final before that.
+static void backward_sees_more_than_it_keeps(void **state)
+{
+  const struct swathe_problem problem =
+      problem_of("q_heads=2,kv_heads=1,head_dim_qk=8,head_dim_v=8,window_left=unlimited");
+  const struct swathe_sharding sharding = { .ranks = 1, .batch = 1, .tokens = 2600 };
+  static const char *const configs[2] = {
+    NULL, "vectors=1,pack=1,panels=1,rows_k=4,rows_d=4,rows_j=4,vectors_d=1,block_k=48,"
+          "ring_blocks=32,pairs=0" };
+  struct sequence *sequence = sequence_make(&problem, &sharding, 4, 1);
+  const struct group_case group = { .context = context,
+                                    .problem = &problem,
+                                    .sharding = &sharding,
+                                    .configs = configs,
+                                    .script = "fb" };
+  char words[1024] = "";
+  (void)state;
+
+  sequence_solve(sequence);
+  if (group_run(&group, sequence, NULL, words, sizeof words) ||
+      !sequence_compare(sequence, true, tolerance_of(&problem, 1), words, sizeof words))
+    fail_msg("%s", words);
+  sequence_free(sequence);
+}
+
+// Memory beyond the caller's tensors goes by the window: it stays when the share grows, and is a
+// part of it.
+static void memory_goes_by_the_window(void **state)
+{
+  const struct swathe_problem problem =
+      problem_of("q_heads=2,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=63,dtype=bf16");
+  size_t bytes[2];
+  (void)state;
+  for (int longer = 0; longer < 2; longer++) {
+    const struct swathe_sharding sharding = { .ranks = 1, .batch = 1,
+                                              .tokens = longer ? 524288 : 131072 };
+    struct swathe_layer *layer = NULL;
+    assert_int_equal(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_OK);
+    assert_int_equal(swathe_layer_shard(layer, &sharding), SWATHE_OK);
+    uint16_t *data = calloc((size_t)sharding.tokens * 2 * 8 * 6, sizeof *data);
+    float *lse = calloc((size_t)sharding.tokens * 2, sizeof *lse);
+    struct swathe_tensor tensors[7];
+    for (int i = 0; i < 7; i++)
+      tensors[i] = (struct swathe_tensor){ data + (i < 6 ? i : 5) * sharding.tokens * 16, 16, 8,
+                                           0 };
+    const struct swathe_tensors call = { .q = tensors[0], .k = tensors[0], .v = tensors[1],
+                                         .out = tensors[2], .lse = { lse, 2, 1, 0 },
+                                         .dout = tensors[2], .dq = tensors[3], .dk = tensors[4],
+                                         .dv = tensors[5] };
+    if (swathe_layer_backward(layer, &call, NULL)) fail_msg("%s", swathe_error());
+    bytes[longer] = swathe_layer_memory_bytes(layer);
+    if (!longer) assert_true(bytes[0] < (size_t)sharding.tokens * 2 * 16 * sizeof(float) / 2);
+    swathe_layer_destroy(layer);
+    free(data);
+    free(lse);
+  }
+  print_message("%zu bytes at 131072 tokens, %zu at 524288\n", bytes[0], bytes[1]);
+  assert_true(bytes[0] > 0);
+  assert_int_equal(bytes[1], bytes[0]);
+}
+
 // Copies of everything that was computed, to compare bits.
 struct bits {
   float *arrays[SEQUENCE_ARRAYS];
@@ -697,6 +759,8 @@ int main(void)
     cmocka_unit_test(results_equal_the_reference),
     cmocka_unit_test(shapes_of_real_models),
     cmocka_unit_test(backward_on_pairs_is_right),
+    cmocka_unit_test(backward_sees_more_than_it_keeps),
+    cmocka_unit_test(memory_goes_by_the_window),
     cmocka_unit_test(results_are_bit_equal),
     cmocka_unit_test(error_does_not_grow_with_ranks),
     cmocka_unit_test(layers_interleave),

@@ -10,7 +10,8 @@
 //   out, dout    [batch][token][kv_heads * GQA][HEAD_DIM_V] elem, by strides; dout's may be 0
 //   lse          [batch][token][kv_heads * GQA] float, natural logarithm
 //   k, v         runs of keys, each with its first position; packed block by block
-//   dk, dv       float, beside the keys of each run: what this unit alone adds to their gradients
+//   dk, dv       beside the keys of each run: what this unit alone adds to their gradients, float;
+//                where that is all that there is, the gradients themselves, elem
 //
 // For each tile:  Q^T, dO^T [dim][ROWS], Q, dO [row][dim],  delta = sum over dims of dout * out
 //   for each block of keys that some row sees, for each panel:
@@ -46,6 +47,15 @@ enum {
 _Static_assert(ROWS_K % STEP == 0 && BLOCK_K % STEP == 0, "groups of keys are whole words");
 
 const sw_int64 backward_tile_tokens = TILE_TOKENS;
+
+// Where all blocks that a tile touches have slots, no block is left before its sums are complete.
+enum {
+  LIMITED      = LEFT_LIMITED && RIGHT_LIMITED,
+  MOST_TOUCHED = (RING_BLOCKS - 1) * BLOCK_K + 1,   // keys in a row that touch RING_BLOCKS at most
+};
+const sw_int64 backward_final_keys =
+    LIMITED && (sw_int64)WINDOW_LEFT + TILE_TOKENS + WINDOW_RIGHT <= MOST_TOUCHED ? __INT64_MAX__
+                                                                                  : MOST_TOUCHED;
 
 // ---- words --------------------------------------------------------------------------------------
 
@@ -397,8 +407,20 @@ INLINE void copy_rows(float *to, sw_int64 to_stride, const float *from, sw_int64
     __builtin_memcpy(to + row * to_stride, from + row * from_stride, sizeof(float) * dim);
 }
 
+// Writes complete sums to a run that is final.
+INLINE void store_final(const struct sw_view *to, sw_int64 token, const struct tile *t,
+                        const float *from, sw_int64 from_stride, int dim, sw_int64 rows) {
+  for (sw_int64 row = 0; row < rows; row++, from += from_stride) {
+    elem *row_to = (elem *)elem_at(to, token + row, t->h, t->b);
+    for (int d = 0; d < dim; d += LANES) {
+      int at = vector_start(d, dim);
+      store_elem_row(row_to, at, dim, load_loose(from + at));
+    }
+  }
+}
+
 // Writes the block's dk and dv to the runs that hold its keys, or with `back` takes up what it left
-// there.
+// there, which no run that is final sees.
 OUTLINE void exchange_sums(struct slot *slot, const struct tile *t, int back) {
   struct positions whole = { slot->block.number * BLOCK_K, (slot->block.number + 1) * BLOCK_K };
   for (sw_int64 r = t->unit->run_begin; r < t->unit->run_end; r++) {
@@ -409,8 +431,13 @@ OUTLINE void exchange_sums(struct slot *slot, const struct tile *t, int back) {
     if (keys <= 0) continue;
 
     sw_int64 from = here.begin - run->position, row = here.begin - whole.begin;
-    float *dk = float_at(&run->dk, from, t->h, t->b), *block_dk = slot->dk + row * K_DIMS;
-    float *dv = float_at(&run->dv, from, t->h, t->b), *block_dv = slot->dv + row * V_DIMS;
+    float *block_dk = slot->dk + row * K_DIMS, *block_dv = slot->dv + row * V_DIMS;
+    if (run->final) {
+      store_final(&run->dk, from, t, block_dk, K_DIMS, HEAD_DIM_QK, keys);
+      store_final(&run->dv, from, t, block_dv, V_DIMS, HEAD_DIM_V, keys);
+      continue;
+    }
+    float *dk = float_at(&run->dk, from, t->h, t->b), *dv = float_at(&run->dv, from, t->h, t->b);
     if (back) {
       copy_rows(block_dk, K_DIMS, dk, run->dk.token, HEAD_DIM_QK, keys);
       copy_rows(block_dv, V_DIMS, dv, run->dv.token, HEAD_DIM_V, keys);
@@ -591,51 +618,56 @@ void backward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end
 
 // ---- gather -------------------------------------------------------------------------------------
 
-enum { GATHER_ROWS = 16 };            // rows of one head that are summed at a time
+// One row of one head as a message takes it home.
+INLINE void store_sum(const struct sw_gather_args *args, const struct sw_view *to, sw_int64 row,
+                      sw_int64 h, sw_int64 b, const float *sum, int dim) {
+  if (args->format == SW_SUMS_FLOAT) {
+    __builtin_memcpy(float_at(to, row, h, b), sum, sizeof *sum * (unsigned long)dim);
+    return;
+  }
+  unsigned short *narrow = (unsigned short *)to->data + row * to->token + h * to->head +
+                           b * to->batch;
+  for (int d = 0; d < dim; d++) {     // to nearest, ties to even; a NaN stays a (quiet) NaN
+    unsigned bits;
+    __builtin_memcpy(&bits, sum + d, sizeof bits);
+    unsigned rounded = bits + 0x7fff + (bits >> 16 & 1);
+    narrow[d] = (unsigned short)((sum[d] != sum[d] ? bits | 0x400000 : rounded) >> 16);
+  }
+}
 
-// dk (or dv, with `values`) of rows [begin, begin + rows) of one head, rows <= GATHER_ROWS: the sum
-// of their terms, in the order of the terms.
-INLINE void gather_rows(const struct sw_gather_args *args, int values, int dim, sw_int64 begin,
-                        sw_int64 rows, sw_int64 h, sw_int64 b) {
-  float sums[GATHER_ROWS * (HEAD_DIM_QK > HEAD_DIM_V ? HEAD_DIM_QK : HEAD_DIM_V)];
-  __builtin_memset(sums, 0, sizeof(float) * (unsigned long)(rows * dim));
-  for (sw_int64 i = 0; i < args->term_count; i++) {
-    const struct sw_term *term = &args->terms[i];
-    struct positions held = { term->row, term->row + term->tokens };
-    struct positions here = overlap(held, (struct positions){ begin, begin + rows });
-    for (sw_int64 row = here.begin; row < here.end; row++) {
-      const float *from = float_at(values ? &term->dv : &term->dk, row - term->row, h, b);
-      float *sum = sums + (row - begin) * dim;
+// dk (or dv, with `values`) of one head of a piece: the sum of its terms, in their order.
+INLINE void gather_piece(const struct sw_gather_args *args, const struct sw_sum *piece, int values,
+                         int dim, sw_int64 h, sw_int64 b) {
+  float sum[K_DIMS > V_DIMS ? K_DIMS : V_DIMS] ALIGNED;
+  const struct sw_view *to = values ? &args->dv : &args->dk;
+  for (sw_int64 row = 0; row < piece->tokens; row++) {
+    __builtin_memset(sum, 0, sizeof sum);
+    for (sw_int64 i = piece->term_begin; i < piece->term_end; i++) {
+      const struct sw_term *term = &args->terms[i];
+      const float *from = float_at(values ? &term->dv : &term->dk, row, h, b);
       int d = 0;
-      for (; d + LANES <= dim; d += LANES)
-        store_loose(sum + d, load_loose(sum + d) + load_loose(from + d));
+      for (; d + LANES <= dim; d += LANES) store(sum + d, load(sum + d) + load_loose(from + d));
       for (; d < dim; d++) sum[d] += from[d];
     }
-  }
-  for (sw_int64 row = 0; row < rows; row++) {
-    elem *to = (elem *)elem_at(values ? &args->dv : &args->dk, begin + row, h, b);
-    int d = 0;
-    for (; d + LANES <= dim; d += LANES) store_elem(to + d, load_loose(sums + row * dim + d));
-    if (d < dim) {
-      vec tail = {0};
-      __builtin_memcpy(&tail, sums + row * dim + d, sizeof(float) * (unsigned long)(dim - d));
-      store_elem_some(to + d, tail, dim - d);
+    if (args->format != SW_SUMS_ELEM) {
+      store_sum(args, to, piece->row + row, h, b, sum, dim);
+      continue;
+    }
+    elem *out = (elem *)elem_at(to, piece->row + row, h, b);
+    for (int d = 0; d < dim; d += LANES) {
+      int at = vector_start(d, dim);
+      store_elem_row(out, at, dim, load_loose(sum + at));
     }
   }
 }
 
 void gather(const struct sw_gather_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
   (void)workspace;
-  sw_int64 blocks = (args->rows + args->block_rows - 1) / args->block_rows;
   for (sw_int64 item = begin; item < end; item++) {
-    sw_int64 b = item / blocks, first = item % blocks * args->block_rows;
-    sw_int64 last = first + args->block_rows < args->rows ? first + args->block_rows : args->rows;
-    for (sw_int64 row = first; row < last; row += GATHER_ROWS) {
-      sw_int64 rows = last - row < GATHER_ROWS ? last - row : GATHER_ROWS;
-      for (sw_int64 h = 0; h < args->kv_heads; h++) {
-        gather_rows(args, 0, HEAD_DIM_QK, row, rows, h, b);
-        gather_rows(args, 1, HEAD_DIM_V, row, rows, h, b);
-      }
+    const struct sw_sum *piece = &args->sums[item % args->sum_count];
+    for (sw_int64 h = 0; h < args->kv_heads; h++) {
+      gather_piece(args, piece, 0, HEAD_DIM_QK, h, item / args->sum_count);
+      gather_piece(args, piece, 1, HEAD_DIM_V, h, item / args->sum_count);
     }
   }
 }

@@ -359,27 +359,46 @@ static void run_kernels(void)
   launch("backward", backward, backward_workspace, &args, &work.dq);
 }
 
+// Pieces of a few keys; every run that holds them is a term.  A piece ends where a run does.
 static void run_gather(void)
 {
-  static struct sw_term terms[MOST_RUNS + 1];
+  enum { PIECE_KEYS = 13 };
+  static struct sw_sum sums[KEYS];
+  static struct sw_term terms[KEYS * (MOST_RUNS + 1)];
   static float nothing[1024];  // every row needs a term, also where no unit looked
-  terms[0] = (struct sw_term){ 0, KEYS, { .data = nothing }, { .data = nothing } };
-  for (long r = 0; r < work.run_count; r++) {
-    const struct sw_run *run = &work.runs[r];
-    const sw_int64 row = run->position - first_position;
-    terms[r + 1] = (struct sw_term){ row, run->tokens, run->dk, run->dv };
+  sw_int64 count = 0, term_count = 0;
+  for (sw_int64 row = 0, tokens; row < KEYS; row += tokens) {
+    const sw_int64 begin = term_count;
+    tokens = KEYS - row < PIECE_KEYS ? KEYS - row : PIECE_KEYS;
+    terms[term_count++] = (struct sw_term){ { .data = nothing }, { .data = nothing } };
+    for (long r = 0; r < work.run_count; r++) {
+      const sw_int64 from = work.runs[r].position - first_position - row;
+      const sw_int64 to = from + work.runs[r].tokens;
+      if (from > 0 && from < tokens) tokens = from;
+      if (to > 0 && to < tokens) tokens = to;
+    }
+    for (long r = 0; r < work.run_count; r++) {
+      const struct sw_run *run = &work.runs[r];
+      const sw_int64 from = row - (run->position - first_position);
+      if (from < 0 || from >= run->tokens || run->final) continue;
+      struct sw_term *term = &terms[term_count++];
+      *term = (struct sw_term){ run->dk, run->dv };
+      term->dk.data = (float *)term->dk.data + from * term->dk.token;
+      term->dv.data = (float *)term->dv.data + from * term->dv.token;
+    }
+    sums[count++] = (struct sw_sum){ row, tokens, begin, term_count };
   }
   const struct sw_gather_args args = {
+    .sums = sums,
     .terms = terms,
-    .term_count = work.run_count + 1,
-    .rows = KEYS,
+    .sum_count = count,
     .batch = BATCH,
     .kv_heads = KV_HEADS,
-    .block_rows = 13,
+    .format = SW_SUMS_ELEM,
     .dk = work.dk.view,
     .dv = work.dv.view,
   };
-  gather(&args, 0, BATCH * ((KEYS + 12) / 13), NULL);
+  gather(&args, 0, BATCH * count, NULL);
 }
 
 // ---- The comparison ----------------------------------------------------------------------------
