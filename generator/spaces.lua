@@ -9,10 +9,98 @@
 --   prefer    rules { reason, function }: could run, unlikely to win; kept for an exhaustive walk
 --   default   function that gives the rule-of-thumb value of every knob; valid for every problem
 --
--- In a rule or a size `c` has the fixed facts, the isa's name and numbers (targets.lua: c.isa,
--- c.lanes, c.registers, c.l1_bytes, c.l2_bytes), the knobs and the sizes; in `default` the facts
+-- In a rule or a size `c` has the fixed facts, the isa's name and numbers (targets.lua: c.isa, and
+-- on the cpu c.lanes, c.registers, c.l1_bytes, c.l2_bytes), the knobs and the sizes; in `default` the facts
 -- and the isa only.  They are evaluated as soon as every knob they read is bound: knobs that decide
 -- much come first.  In templates facts, lanes, registers, knobs and sizes are upper-case constants.
+
+-- ---- Tiles of the cuda kernels -------------------------------------------------------------------
+
+-- Elements of a row in whole products; 16-byte chunks from one row of a tile to the next, as
+-- templates/cuda/prelude.cu lays them (PITCH there).
+local function padded(dim) return (dim + 15) // 16 * 16 end
+local function pitch(dim)
+  local chunks = padded(dim) // 8
+  return chunks % 8 == 0 and chunks or chunks | 1
+end
+
+-- Keys that one query sees; a window without limit counts as one far wider than any tile.
+local function window_keys(c)
+  if c.left_limited == 0 or c.right_limited == 0 then return 1 << 20 end
+  return c.window_left + 1 + c.window_right
+end
+
+-- A forward tile's numbers, from its knobs and the facts.
+local forward_tile = {
+  rows = function(c) return c.warps * c.warp_rows end,
+  one_tile = function(c, tokens) return window_keys(c) + tokens - 1 <= c.block_k and 1 or 0 end,
+  q_bytes = function(c)
+    return c.warps * c.warp_rows * math.max(pitch(c.head_dim_qk), pitch(c.head_dim_v)) * 16
+  end,
+  stage_bytes = function(c) return c.block_k * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) * 16 end,
+  -- S and O, or P and O where no running maximum needs O while there is S; operands, addresses
+  registers = function(c, one_tile)
+    local bands = c.warp_rows // 16
+    local s, o = bands * c.block_k // 2, bands * padded(c.head_dim_v) // 2
+    local q = c.q_in_regs * bands * padded(c.head_dim_qk) // 4
+    return q + 44 + (one_tile == 1 and math.max(s, s // 2 + o) or s + o)
+  end,
+  -- 1000 times the products made over those of visible pairs, of a tile amid a long document.  A
+  -- warp leaves out the key tiles that none of its queries sees.
+  counted = function(c, tokens)
+    local window, made = window_keys(c), 0
+    for warp = 0, c.warps - 1 do
+      local first = warp * c.warp_rows // c.pack
+      local last = math.min(tokens - 1, ((warp + 1) * c.warp_rows - 1) // c.pack)
+      if first <= last then
+        local tiles = (last + window - 1) // c.block_k - first // c.block_k + 1
+        made = made + tiles * c.block_k * c.warp_rows
+      end
+    end
+    local dims = padded(c.head_dim_qk) + padded(c.head_dim_v)
+    return 1000 * made * dims // (tokens * c.pack * window * (c.head_dim_qk + c.head_dim_v))
+  end,
+}
+
+-- What a default may be, the plainest first: each pack with the widest tiles that could serve it.
+function forward_tile.candidates(c)
+  local list = {}
+  local function add(pack, warps, warp_rows, block_k)
+    list[#list + 1] = { pack = pack, warps = warps, warp_rows = warp_rows, block_k = block_k,
+                        stages = 1, q_in_regs = 0, min_blocks = 1 }
+  end
+  for _, shape in ipairs { { 2, 16 }, { 4, 16 }, { 8, 16 }, { 4, 32 } } do
+    local rows = shape[1] * shape[2]
+    for _, pack in ipairs { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
+      if c.gqa % pack == 0 then
+        local fit = (window_keys(c) + rows // pack - 1 + 15) // 16 * 16
+        for _, block_k in ipairs { 16, 32, 48, 64, 80, 96, 112, 128 } do
+          add(pack, shape[1], shape[2], block_k)
+        end
+        if fit > 128 and fit <= 192 then add(pack, shape[1], shape[2], fit) end
+      end
+    end
+  end
+  return list
+end
+
+-- About the time of a visible pair in such a tile, in products; nil where it does not fit.
+function forward_tile.cost(c, knobs)
+  setmetatable(knobs, { __index = c })
+  local rows = forward_tile.rows(knobs)
+  local tokens = rows // knobs.pack
+  local one_tile = forward_tile.one_tile(knobs, tokens)
+  local shared = forward_tile.q_bytes(knobs) + forward_tile.stage_bytes(knobs)
+  local registers = forward_tile.registers(knobs, one_tile)
+  if shared > c.most_shared_bytes or registers > 240 then return nil end
+  local blocks = math.min((c.most_shared_bytes + 1024) // (shared + 1024),
+                          c.most_registers // ((registers + 7) // 8 * 8 * 32 * knobs.warps))
+  -- a product; the operands it shares with the other band of a warp; the keys' way to the block,
+  -- once for all its rows; what goes by tiles, not by keys; loads that nothing else hides
+  local keys = 16 / knobs.warp_rows + 48 / rows + (one_tile == 1 and 0 or 12 / knobs.block_k)
+  return forward_tile.counted(knobs, tokens) / 1000 * (1 + keys) *
+         (1 + 1 / (knobs.warps * blocks))
+end
 
 return {
   cpu = {
@@ -237,6 +325,88 @@ return {
         return { vectors = vectors, pack = pack, panels = panels, rows_k = rows, rows_d = rows_d,
                  rows_j = vectors_d == 4 and 4 or rows, vectors_d = vectors_d,
                  block_k = many and 64 or 96, ring_blocks = 128, pairs = 0 }
+      end,
+    },
+
+  },
+
+  cuda = {
+
+    forward = {
+      summary = "queries against the keys of their window: out and lse",
+      fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
+                "window_right", "f16", "sinks", "softcap" },
+      tune = {
+        { "pack",       { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
+                                                    "query heads of one key head in a tile" },
+        { "warps",      { 2, 4, 8 },                "warps of a block" },
+        { "warp_rows",  { 16, 32 },                 "query rows of a warp" },
+        { "block_k",    { 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256 },
+                                                    "keys of a tile" },
+        { "stages",     { 1, 2, 3 },                "tiles of keys and values in shared memory" },
+        { "q_in_regs",  { 0, 1 },                   "whether queries stay in registers" },
+        { "min_blocks", { 1, 2, 3, 4 },  "blocks of a multiprocessor that registers must do for" },
+      },
+      derive = {
+        { "rows",        forward_tile.rows,         "query rows of a tile" },
+        { "threads",     function(c) return 32 * c.warps end, "of a block" },
+        { "tile_tokens", function(c) return c.rows // c.pack end, "query positions of a tile" },
+        { "one_tile",    function(c) return forward_tile.one_tile(c, c.tile_tokens) end,
+          "whether all keys of a tile of queries fit one tile" },
+        { "pitch_qk",    function(c) return pitch(c.head_dim_qk) end,
+          "16-byte chunks from one query or key to the next" },
+        { "pitch_v",     function(c) return pitch(c.head_dim_v) end,
+          "the same of values and out" },
+        { "q_bytes",     forward_tile.q_bytes,      "the queries of a tile, later its out" },
+        { "shared_bytes", function(c)
+            return c.q_bytes + c.stages * forward_tile.stage_bytes(c)
+          end, "of a block" },
+        { "thread_registers", function(c) return forward_tile.registers(c, c.one_tile) end,
+          "of a thread, about" },
+        { "counted_permille", function(c) return forward_tile.counted(c, c.tile_tokens) end,
+          "products made over those of visible pairs, amid a long document" },
+      },
+      require = {
+        { "pack divides the GQA ratio", function(c) return c.gqa % c.pack == 0 end },
+        { "a tile holds at least one query position", function(c) return c.pack <= c.rows end },
+        { "the tiles fit the shared memory of a block", function(c)
+            return c.shared_bytes <= c.most_shared_bytes
+          end },
+        { "a multiprocessor has the threads for min_blocks", function(c)
+            return c.min_blocks * c.threads <= 1536
+          end },
+        { "one tile of keys needs one stage", function(c)
+            return c.one_tile == 0 or c.stages == 1
+          end },
+      },
+      prefer = {
+        { "at most an eighth of the rows idles", function(c)
+            return 8 * (c.rows - c.tile_tokens * c.pack) <= c.rows
+          end },
+        { "the accumulators fit the registers", function(c)
+            return c.thread_registers <= math.min(255, c.most_registers // (c.threads * c.min_blocks))
+          end },
+        { "min_blocks fit the shared memory of a multiprocessor", function(c)
+            return c.min_blocks * (c.shared_bytes + 1024) <= c.most_shared_bytes + 1024
+          end },
+        { "a tile of keys is no wider than the window needs", function(c)
+            return c.one_tile == 0 or c.block_k - 16 < window_keys(c) + c.tile_tokens - 1
+          end },
+        { "at most a third more is computed than the best tile of these rows would", function(c)
+            local keys = window_keys(c) + c.tile_tokens - 1
+            return 3 * ((keys + c.block_k - 1) // c.block_k * c.block_k) <= 4 * (keys + 15)
+          end },
+        { "queries that are read once need no registers", function(c)
+            return c.one_tile == 0 or c.q_in_regs == 0
+          end },
+      },
+      default = function(c)
+        local best, least
+        for _, knobs in ipairs(forward_tile.candidates(c)) do
+          local cost = forward_tile.cost(c, knobs)
+          if cost and (not least or cost < least) then best, least = knobs, cost end
+        end
+        return best
       end,
     },
 

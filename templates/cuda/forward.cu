@@ -1,0 +1,386 @@
+// forward.cu: out = softmax(scale * q k^T + mask) v and lse, each query against its band of keys.
+//
+// A block has a tile: TILE_TOKENS query positions times PACK query heads of one key head, ROWS in
+// all, WARP_ROWS to a warp.  Row m is query m / PACK, head m % PACK.  Its keys come in tiles of
+// BLOCK_K, the first of which starts at the first key that the tile sees; where the window of the
+// whole tile fits one (ONE_TILE) there is no running maximum to follow.
+//
+//   q, out   [batch][token][kv_heads * GQA][HEAD_DIM_QK or HEAD_DIM_V] elem, by strides
+//   lse      [batch][token][kv_heads * GQA] float, natural logarithm
+//   k, v     runs of keys, each with its first position
+//   max_logits   NULL, or [unit][batch][kv_heads * GQA] float: grows to each head's largest score
+//
+// In shared memory: Q [ROWS][HEAD_DIM_QK], later out [ROWS][HEAD_DIM_V]; STAGES times K [BLOCK_K]
+// [HEAD_DIM_QK] and V [BLOCK_K][HEAD_DIM_V], which are asked for ahead: K and V of a tile are a
+// group of copies each, and every step commits both, be they empty.  S, P and O stay in registers.
+
+enum {
+  STEPS_QK = CHUNKS(HEAD_DIM_QK) / 2,  // products of 16 dims
+  STEPS_K  = BLOCK_K / 16,             // of 16 keys
+  PAIRS_V  = CHUNKS(HEAD_DIM_V) / 2,   // 16 dims of out: two products' columns
+  BANDS    = WARP_ROWS / 16,           // 16 rows of a warp: a product's rows
+  GROUPS   = GQA / PACK,
+  K_BYTES  = TILE_BYTES(BLOCK_K, HEAD_DIM_QK),
+  V_BYTES  = TILE_BYTES(BLOCK_K, HEAD_DIM_V),
+};
+static_assert(Q_BYTES >= TILE_BYTES(ROWS, HEAD_DIM_QK) && Q_BYTES >= TILE_BYTES(ROWS, HEAD_DIM_V),
+              "Q's place holds Q and out");
+static_assert(SHARED_BYTES >= Q_BYTES + STAGES * (K_BYTES + V_BYTES), "all tiles have a place");
+
+extern "C" {
+__device__ struct sw_cuda_launch forward_launch = { THREADS, SHARED_BYTES, TILE_TOKENS, GROUPS };
+}
+
+// What a warp holds of its rows.  Of each 16 rows a lane has two, `r` of 0 and 1: rows lane / 4 and
+// 8 + lane / 4; of each 8 columns two.
+struct rows {
+  float o[BANDS][2 * PAIRS_V][4];      // sum of weights times values
+  float top[BANDS][2];                 // running maximum of the scores, powers of two
+  float sum[BANDS][2];                 // of the weights: this lane's share
+};
+
+// A warp's part of the tile.
+struct part {
+  int row;                             // its first row
+  int q_begin, q_end;                  // its queries, counted from the tile's first
+  float factor;                        // from a product q . k to its score, in powers of two
+  float cap;                           // softcap in powers of two
+};
+
+// ---- scores -------------------------------------------------------------------------------------
+
+//@ if Q_IN_REGS == 1 then
+typedef struct chunk queries[STEPS_QK][BANDS];
+//@ else
+typedef unsigned queries;              // the tile itself
+//@ end
+
+DEVICE void take_queries(queries &q, unsigned tile, int row) {
+//@ if Q_IN_REGS == 1 then
+#pragma unroll
+  for (int d = 0; d < STEPS_QK; d++)
+#pragma unroll
+    for (int m = 0; m < BANDS; m++) q[d][m] = operand_a(tile, HEAD_DIM_QK, row + 16 * m, 2 * d);
+//@ else
+  q = tile;
+//@ end
+}
+
+DEVICE struct chunk query_operand(const queries &q, int row, int m, int d) {
+//@ if Q_IN_REGS == 1 then
+  return q[d][m];
+//@ else
+  return operand_a(q, HEAD_DIM_QK, row + 16 * m, 2 * d);
+//@ end
+}
+
+// s = q k^T
+DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, int row, unsigned k) {
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS_K; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[m][n][e] = 0;
+#pragma unroll
+  for (int d = 0; d < STEPS_QK; d++) {
+    struct chunk a[BANDS];
+#pragma unroll
+    for (int m = 0; m < BANDS; m++) a[m] = query_operand(q, row, m, d);
+#pragma unroll
+    for (int n = 0; n < STEPS_K; n++) {
+      struct chunk b = operands_b_transposed(k, HEAD_DIM_QK, 16 * n, 2 * d);
+#pragma unroll
+      for (int m = 0; m < BANDS; m++) {
+        multiply(s[m][2 * n], a[m], b.word[0], b.word[1]);
+        multiply(s[m][2 * n + 1], a[m], b.word[2], b.word[3]);
+      }
+    }
+  }
+}
+
+// The query (counted from the tile's first) and the key (from its tile's) of a lane's score.
+DEVICE int query_of(const struct part &part, int m, int e) {
+  return (part.row + 16 * m + 8 * (e / 2) + (int)threadIdx.x % 32 / 4) / PACK;
+}
+DEVICE int key_of(int n, int e) { return 8 * n + 2 * ((int)threadIdx.x % 4) + e % 2; }
+
+// Does `body(s[m][n][e], m, n, e)` with every score.
+template <typename Body> DEVICE void for_scores(float s[BANDS][2 * STEPS_K][4], Body body) {
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS_K; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) body(s[m][n][e], m, n, e);
+}
+
+// From products to scores in powers of two, NEVER where a query does not see the key.
+DEVICE void finish_scores(float s[BANDS][2 * STEPS_K][4], const struct part &part,
+                          const struct key_tile &keys, struct band band,
+                          const struct sw_run *runs) {
+  for_scores(s, [&](float &x, int, int, int) {
+    x *= part.factor;
+//@ if SOFTCAP == 1 then
+    x = tanh_of(x) * part.cap;
+//@ end
+  });
+  if (keys.keys < BLOCK_K || !all_see_all(band, part.q_begin, part.q_end, BLOCK_K))
+    for_scores(s, [&](float &x, int m, int n, int e) {
+      int key = key_of(n, e);
+      if (key >= keys.keys || !sees(band, query_of(part, m, e), key)) x = NEVER;
+    });
+  for_gaps(keys, runs, [&](int begin, int end) {
+    for_scores(s, [&](float &x, int, int n, int e) {
+      if (begin <= key_of(n, e) && key_of(n, e) < end) x = NEVER;
+    });
+  });
+}
+
+// ---- softmax ------------------------------------------------------------------------------------
+
+// s = exp2(s - top), with the running maximum following, and all that was summed before.
+DEVICE void exponentiate(float s[BANDS][2 * STEPS_K][4], struct rows &rows) {
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float top = LOWEST;
+#pragma unroll
+      for (int n = 0; n < 2 * STEPS_K; n++)
+        top = larger(top, larger(s[m][n][2 * r], s[m][n][2 * r + 1]));
+      top = larger(rows.top[m][r], row_largest(top));
+//@ if ONE_TILE == 0 then
+      float shrink = exp2_of(rows.top[m][r] - top);
+      rows.sum[m][r] *= shrink;
+#pragma unroll
+      for (int d = 0; d < 2 * PAIRS_V; d++)
+        rows.o[m][d][2 * r] *= shrink, rows.o[m][d][2 * r + 1] *= shrink;
+//@ end
+      rows.top[m][r] = top;
+      float sum = 0;
+#pragma unroll
+      for (int n = 0; n < 2 * STEPS_K; n++)
+#pragma unroll
+        for (int e = 2 * r; e < 2 * r + 2; e++) sum += s[m][n][e] = exp2_of(s[m][n][e] - top);
+      rows.sum[m][r] += sum;
+    }
+}
+
+// The weights as operands: two neighbouring products' columns are one's 16 keys.
+struct weights { struct chunk p[BANDS][STEPS_K]; };
+
+DEVICE void round_weights(struct weights &w, float s[BANDS][2 * STEPS_K][4]) {
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int n = 0; n < STEPS_K; n++) {
+      w.p[m][n].word[0] = join(s[m][2 * n][0], s[m][2 * n][1]);
+      w.p[m][n].word[1] = join(s[m][2 * n][2], s[m][2 * n][3]);
+      w.p[m][n].word[2] = join(s[m][2 * n + 1][0], s[m][2 * n + 1][1]);
+      w.p[m][n].word[3] = join(s[m][2 * n + 1][2], s[m][2 * n + 1][3]);
+    }
+}
+
+// o += p v
+DEVICE void weigh_values(struct rows &rows, const struct weights &w, unsigned v) {
+#pragma unroll
+  for (int n = 0; n < STEPS_K; n++)
+#pragma unroll
+    for (int d = 0; d < PAIRS_V; d++) {
+      struct chunk b = operands_b(v, HEAD_DIM_V, 16 * n, 2 * d);
+#pragma unroll
+      for (int m = 0; m < BANDS; m++) {
+        multiply(rows.o[m][2 * d], w.p[m][n], b.word[0], b.word[1]);
+        multiply(rows.o[m][2 * d + 1], w.p[m][n], b.word[2], b.word[3]);
+      }
+    }
+}
+
+// ---- results ------------------------------------------------------------------------------------
+
+// lse and the largest score of one row; returns the factor that makes o to out.
+DEVICE float finish_row(const struct sw_attention_args &args, const struct place &place, float top,
+                        float sum, sw_int64 row, sw_int64 head, bool writes) {
+  float share = 1;
+  if (writes && args.max_logits && top > LOWEST)
+    grow_global(args.max_logits + ((place.unit - args.units) * args.batch + place.batch) *
+                                      args.kv_heads * GQA + head, top * LN2);
+//@ if SINKS == 1 then
+  // The sink is one more key, without a value: it joins the maximum and the sum.
+  float sink = larger(NEVER, args.sink[head] * LOG2E), most = larger(sink, top);
+  share = exp2_of(top - most);
+  sum = sum * share + exp2_of(sink - most);
+  top = most;
+//@ end
+  bool some = sum != 0;
+  if (writes)
+    *float_at(args.lse, row, head, place.batch) =
+        some ? (top + log2_of(sum)) * LN2 : -__int_as_float(0x7f800000);
+  return some ? share / sum : 0;
+}
+
+// Rounds the warp's rows of out and lays them where Q was.
+DEVICE void lay_out(unsigned tile, const struct part &part, const struct rows &rows,
+                    float factor[BANDS][2]) {
+  int lane = (int)threadIdx.x % 32;
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int d = 0; d < 2 * PAIRS_V; d++) {
+        int row = part.row + 16 * m + 8 * r + lane / 4;
+        store_shared_word(chunk_at(tile, HEAD_DIM_V, row, d) + lane % 4 * 4,
+                          join(rows.o[m][d][2 * r] * factor[m][r],
+                               rows.o[m][d][2 * r + 1] * factor[m][r]));
+      }
+}
+
+DEVICE void store_out(unsigned tile, const struct part &part, const struct sw_view &out,
+                      sw_int64 row, sw_int64 head, sw_int64 batch, int rows_there) {
+  for_chunks(WARP_ROWS, HEAD_DIM_V, (int)threadIdx.x % 32, 32, [&](int r, int chunk) {
+    int m = part.row + r, left = HEAD_DIM_V - 8 * chunk;
+    if (m >= rows_there || left <= 0) return;
+    elem *to = (elem *)elem_at(out, row + m / PACK, head + m % PACK, batch) + 8 * chunk;
+    store_elements(to, load_shared(chunk_at(tile, HEAD_DIM_V, m, chunk)), left);
+  });
+}
+
+// ---- the kernel ---------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+forward(const __grid_constant__ struct sw_cuda_args all) {
+  const struct sw_attention_args &args = all.attention;
+  struct place place = place_of_block(all);
+  sw_int64 token = (sw_int64)(place.y / GROUPS) * TILE_TOKENS;
+  if (token >= place.unit->tokens) return;
+  int tokens = place.unit->tokens - token < TILE_TOKENS ? (int)(place.unit->tokens - token)
+                                                        : TILE_TOKENS;
+  sw_int64 position = place.unit->position + token, row = place.unit->row + token;
+  sw_int64 head = place.kv_head * GQA + place.y % GROUPS * PACK;
+
+  int thread = (int)threadIdx.x;
+  unsigned q_tile = shared_start(), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
+  struct key_tile keys = first_keys(args, place.unit, keys_of_some(position, tokens), BLOCK_K);
+  struct key_tile ahead = keys;
+
+  load_queries(q_tile, ROWS, HEAD_DIM_QK, args.q, row, tokens, head, PACK, place.batch, thread,
+               THREADS);
+#pragma unroll
+  for (int stage = 0; stage < (STAGES > 1 ? STAGES - 1 : 1); stage++) {
+    if (ahead.keys)
+      load_keys(k_tiles + stage * K_BYTES, BLOCK_K, HEAD_DIM_QK, false, ahead, all, place, thread,
+                THREADS);
+    copy_commit();
+    if (ahead.keys)
+      load_keys(v_tiles + stage * V_BYTES, BLOCK_K, HEAD_DIM_V, true, ahead, all, place, thread,
+                THREADS);
+    copy_commit();
+    if (ahead.keys) next_keys(ahead, args.runs, BLOCK_K);
+  }
+
+  struct part part;
+  part.row = thread / 32 * WARP_ROWS;
+  part.q_begin = part.row / PACK;
+  part.q_end = (part.row + WARP_ROWS - 1) / PACK + 1;
+  if (part.q_end > tokens) part.q_end = tokens;
+  part.factor = SOFTCAP ? args.scale / args.softcap : args.scale * LOG2E;
+  part.cap = args.softcap * LOG2E;
+
+  struct rows rows;
+#pragma unroll
+  for (int m = 0; m < BANDS; m++) {
+#pragma unroll
+    for (int d = 0; d < 2 * PAIRS_V; d++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) rows.o[m][d][e] = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) rows.top[m][r] = LOWEST, rows.sum[m][r] = 0;
+  }
+
+  queries q;
+//@ if Q_IN_REGS == 1 then
+  copy_wait(2 * (STAGES > 1 ? STAGES - 1 : 1) - 1);
+  block_sync();
+//@ end
+  take_queries(q, q_tile, part.row);
+
+  bool alone = keys.keys == 0;
+//@ if ONE_TILE == 1 then
+  if (keys.keys) {
+    const unsigned k_tile = k_tiles, v_tile = v_tiles;
+//@ else
+  for (int stage = 0; keys.keys; stage = stage + 1 < STAGES ? stage + 1 : 0) {
+    const unsigned k_tile = k_tiles + stage * K_BYTES, v_tile = v_tiles + stage * V_BYTES;
+//@ end
+    copy_wait(STAGES > 1 ? 2 * STAGES - 3 : 1);   // this tile's K is there, for all warps,
+    block_sync();                                 // and the stage before it is free again
+//@ if STAGES > 1 then
+    int free = stage > 0 ? stage - 1 : STAGES - 1;
+    if (ahead.keys)
+      load_keys(k_tiles + free * K_BYTES, BLOCK_K, HEAD_DIM_QK, false, ahead, all, place, thread,
+                THREADS);
+    copy_commit();
+    if (ahead.keys)
+      load_keys(v_tiles + free * V_BYTES, BLOCK_K, HEAD_DIM_V, true, ahead, all, place, thread,
+                THREADS);
+    copy_commit();
+    if (ahead.keys) next_keys(ahead, args.runs, BLOCK_K);
+//@ end
+    struct band band = band_of(position, keys.first);
+    bool seen = some_see_some(band, part.q_begin, part.q_end, keys.keys);
+    float s[BANDS][2 * STEPS_K][4];
+    if (seen) score_keys(s, q, part.row, k_tile);
+//@ if STAGES == 1 and ONE_TILE == 0 then
+    block_sync();                                 // all have read K: the next may come
+    if (ahead.keys)
+      load_keys(k_tile, BLOCK_K, HEAD_DIM_QK, false, ahead, all, place, thread, THREADS);
+    copy_commit();
+//@ end
+    struct weights weights;
+    if (seen) {
+      finish_scores(s, part, keys, band, args.runs);
+      exponentiate(s, rows);
+      round_weights(weights, s);
+    }
+//@ if ONE_TILE == 1 then
+    copy_wait(0);
+//@ else
+    copy_wait(STAGES > 1 ? 2 * STAGES - 2 : 1);
+//@ end
+    block_sync();                                 // its V too
+    if (seen) weigh_values(rows, weights, v_tile);
+//@ if STAGES == 1 and ONE_TILE == 0 then
+    block_sync();
+    if (ahead.keys) {
+      load_keys(v_tile, BLOCK_K, HEAD_DIM_V, true, ahead, all, place, thread, THREADS);
+      next_keys(ahead, args.runs, BLOCK_K);
+    }
+    copy_commit();
+//@ end
+//@ if ONE_TILE == 0 then
+    next_keys(keys, args.runs, BLOCK_K);
+//@ end
+  }
+  if (alone) copy_wait(0), block_sync();          // Q at least has landed
+
+  float factor[BANDS][2];
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int at = part.row + 16 * m + 8 * r + thread % 32 / 4;
+      bool exists = at < tokens * PACK;
+      factor[m][r] = finish_row(args, place, rows.top[m][r], row_sum(rows.sum[m][r]),
+                                row + at / PACK, head + at % PACK, exists && thread % 4 == 0);
+    }
+//@ if PITCH_QK == PITCH_V then
+  warp_sync();                                    // out's rows lie where the warp's own of Q lay
+//@ else
+  block_sync();
+//@ end
+  lay_out(q_tile, part, rows, factor);
+  warp_sync();
+  store_out(q_tile, part, args.out, row, head, place.batch, tokens * PACK);
+}

@@ -1,0 +1,468 @@
+// prelude.cu: what the CUDA kernels are written in.  The instructions that C has no word for, tiles
+// of rows in shared memory, where the rows of keys and queries lie, and the mask.
+//
+// Pasted after the constants and kernel_abi.h, before the kernel.  No header of any kind is
+// included.  Everything a kernel says in PTX stands here, so that each word of it is written (and
+// interpreted, and checked on a GPU) once.  Addresses in shared memory are 32-bit numbers.
+
+#define DEVICE static __device__ __forceinline__
+
+typedef unsigned short elem;           // bfloat16 or, where F16, IEEE half precision, as bits
+
+#define LOG2E  1.44269504088896341f
+#define LN2    0.69314718055994531f
+// The score of a key that may not be seen, and where a running maximum starts.  Both finite, so
+// that no difference of them is NaN; so far apart that exp2(NEVER - LOWEST) is exactly 0.
+#define NEVER  -2e38f
+#define LOWEST -1e38f
+
+extern __shared__ __align__(128) unsigned char shared_memory[];   // of the size the host was told
+
+DEVICE unsigned shared_start(void) {
+  return (unsigned)__cvta_generic_to_shared(shared_memory);
+}
+
+// ---- waiting ------------------------------------------------------------------------------------
+
+DEVICE void block_sync(void) { __syncthreads(); }
+DEVICE void warp_sync(void) { __syncwarp(); }
+
+// Some of the block's warps meet, `threads` in all, at barrier `id` of 1 .. 15.
+DEVICE void some_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(threads) : "memory");
+}
+
+// ---- copies that land later ---------------------------------------------------------------------
+
+// 16 bytes of shared memory: the first `bytes` of them from `from`, the rest 0.  Both addresses are
+// multiples of 16.
+DEVICE void copy_async(unsigned to, const void *from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(to), "l"(from), "r"(bytes) : "memory");
+}
+// Closes the group of the copies this thread asked for since the last.
+DEVICE void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Until at most the last `groups` groups of this thread are under way; a constant.
+#define copy_wait(groups) asm volatile("cp.async.wait_group %0;" :: "n"(groups) : "memory")
+
+// ---- shared and global memory -------------------------------------------------------------------
+
+struct chunk { unsigned word[4]; };    // 16 bytes, eight elements
+
+DEVICE void store_shared(unsigned to, struct chunk c) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "r"(to), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3])
+               : "memory");
+}
+DEVICE struct chunk load_shared(unsigned from) {
+  struct chunk c;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+               : "r"(from) : "memory");
+  return c;
+}
+DEVICE void store_shared_word(unsigned to, unsigned word) {
+  asm volatile("st.shared.b32 [%0], %1;" :: "r"(to), "r"(word) : "memory");
+}
+DEVICE unsigned load_shared_word(unsigned from) {
+  unsigned word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+DEVICE void store_shared_float(unsigned to, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" :: "r"(to), "f"(x) : "memory");
+}
+DEVICE float load_shared_float(unsigned from) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(from) : "memory");
+  return x;
+}
+
+DEVICE bool is_aligned(const void *p) { return ((unsigned long long)p & 15) == 0; }
+
+DEVICE void store_global(void *to, struct chunk c) {   // aligned
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};"
+               :: "l"(to), "r"(c.word[0]), "r"(c.word[1]), "r"(c.word[2]), "r"(c.word[3])
+               : "memory");
+}
+
+DEVICE struct chunk no_elements(void) {
+  struct chunk c = { { 0, 0, 0, 0 } };
+  return c;
+}
+
+// The first `count` elements of eight, 0 after them; nothing behind them is read.
+DEVICE struct chunk load_elements(const elem *from, int count) {
+  struct chunk c = no_elements();
+#pragma unroll
+  for (int i = 0; i < 8; i++)
+    if (i < count) c.word[i / 2] |= (unsigned)from[i] << 16 * (i % 2);
+  return c;
+}
+// Writes the first `count` of them and nothing behind.
+DEVICE void store_elements(elem *to, struct chunk c, int count) {
+  if (count >= 8 && is_aligned(to)) {
+    store_global(to, c);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+      if (i < count) to[i] = (elem)(c.word[i / 2] >> 16 * (i % 2));
+  }
+}
+
+// ---- products -----------------------------------------------------------------------------------
+
+// Four 8 x 8 matrices: lane l gives the address of row l % 8 of matrix l / 8, and gets in word[i]
+// two elements of matrix i: row l / 4, columns 2 (l % 4) and the next.
+DEVICE struct chunk load_matrices(unsigned row) {
+  struct chunk c;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+               : "r"(row) : "memory");
+  return c;
+}
+// The same with each matrix transposed: rows 2 (l % 4) and the next, column l / 4.
+DEVICE struct chunk load_matrices_transposed(unsigned row) {
+  struct chunk c;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3])
+               : "r"(row) : "memory");
+  return c;
+}
+
+// c += a b for 16 x 16 a, 16 x 8 b.  Lane l holds of c the rows l / 4 (c[0], c[1]) and 8 + l / 4
+// (c[2], c[3]), columns 2 (l % 4) and the next; of a the 8 x 8 quarters upper left, lower left,
+// upper right, lower right as load_matrices gives them; of b the upper and the lower half, as
+// load_matrices_transposed gives them.
+DEVICE void multiply(float c[4], struct chunk a, unsigned b_upper, unsigned b_lower) {
+//@ local dtype = F16 == 1 and "f16" or "bf16"
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.$(dtype).$(dtype).f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a.word[0]), "r"(a.word[1]), "r"(a.word[2]), "r"(a.word[3]),
+                 "r"(b_upper), "r"(b_lower));
+}
+
+// ---- numbers ------------------------------------------------------------------------------------
+
+// Two elements of two floats, the first in the lower half; to nearest, ties to even.
+DEVICE unsigned join(float first, float second) {
+  unsigned both;
+//@ if F16 == 1 then
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+//@ else
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+//@ end
+  return both;
+}
+DEVICE elem narrow(float x) { return (elem)join(x, 0); }
+
+DEVICE float widen(elem x) {
+//@ if F16 == 1 then
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x));
+  return wide;
+//@ else
+  return __uint_as_float((unsigned)x << 16);
+//@ end
+}
+// The first and the second element of a word.
+DEVICE float widen_first(unsigned word) { return widen((elem)word); }
+DEVICE float widen_second(unsigned word) { return widen((elem)(word >> 16)); }
+
+DEVICE float exp2_of(float x) {        // 0 for what would be denormal
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float log2_of(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh, to some 4e-7 of itself.
+DEVICE float tanh_of(float x) {
+  float square = x * x;
+  float p = 2.18694885e-2f;            // x^9 and down: the series, for small x
+  p = p * square - 5.39682540e-2f;
+  p = p * square + 1.33333333e-1f;
+  p = p * square - 3.33333333e-1f;
+  float small = x + x * (square * p);
+  float large = 1 - 2 * reciprocal(1 + exp2_of(x * (2 * LOG2E)));
+  return square < 0.0625f ? small : large;
+}
+
+// The larger of two, and that of the four lanes that share a row of a product; their sum.
+DEVICE float larger(float a, float b) { return fmaxf(a, b); }
+DEVICE float exchange(float x, int mask) { return __shfl_xor_sync(0xffffffffu, x, mask); }
+DEVICE float row_largest(float x) {
+  x = larger(x, exchange(x, 1));
+  return larger(x, exchange(x, 2));
+}
+DEVICE float row_sum(float x) {
+  x += exchange(x, 1);
+  return x + exchange(x, 2);
+}
+
+// *to grows to x at least, in whatever order blocks come.  -inf may stand there, no NaN.
+DEVICE void grow_global(float *to, float x) {
+  int bits = __float_as_int(x);        // floats of one sign are ordered as their bits are
+  if (bits >= 0) asm volatile("red.global.max.s32 [%0], %1;" :: "l"(to), "r"(bits) : "memory");
+  else asm volatile("red.global.min.u32 [%0], %1;" :: "l"(to), "r"(bits) : "memory");
+}
+
+// ---- tiles --------------------------------------------------------------------------------------
+
+// A tile is rows of `dim` elements in shared memory, in chunks of 16 bytes, with zeros up to a
+// multiple of 16 elements.  Eight rows' chunks of one column of chunks lie in different banks:
+// where a row is a multiple of eight chunks they change places with the row, else rows lie an odd
+// number of chunks apart.
+
+// Chunks of a row; chunks from one row to the next; bytes of a tile.
+#define CHUNKS(dim)           (((dim) + 15) / 16 * 2)
+#define PITCH(dim)            (CHUNKS(dim) % 8 == 0 ? CHUNKS(dim) : CHUNKS(dim) | 1)
+#define TILE_BYTES(rows, dim) ((rows) * PITCH(dim) * 16)
+
+DEVICE unsigned chunk_at(unsigned tile, int dim, int row, int chunk) {
+  if (PITCH(dim) % 8 == 0) chunk ^= row & 7;
+  return tile + (unsigned)((row * PITCH(dim) + chunk) * 16);
+}
+
+// The operands of `multiply` out of a tile, for the calling lane:
+// a: rows [row, row + 16), columns 8 chunk and on of the tile.
+DEVICE struct chunk operand_a(unsigned tile, int dim, int row, int chunk) {
+  int lane = (int)threadIdx.x % 32;
+  return load_matrices(chunk_at(tile, dim, row + lane % 16, chunk + lane / 16));
+}
+// b = the tile transposed, for two products: its rows [row, row + 8) are the columns of the first
+// (words 0 and 1), the next eight those of the second (words 2 and 3).
+DEVICE struct chunk operands_b_transposed(unsigned tile, int dim, int row, int chunk) {
+  int lane = (int)threadIdx.x % 32;
+  return load_matrices(chunk_at(tile, dim, row + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+}
+// b = the tile, for two products: rows [row, row + 16), columns of `chunk` and of the next.
+DEVICE struct chunk operands_b(unsigned tile, int dim, int row, int chunk) {
+  int lane = (int)threadIdx.x % 32;
+  return load_matrices_transposed(chunk_at(tile, dim, row + lane % 16, chunk + lane / 16));
+}
+
+// One chunk of a row of `dim` elements that starts at `row`.  Where the row is aligned it is
+// asked for and lands later, else it is there at once.
+DEVICE void load_chunk(unsigned to, const elem *row, int dim, int chunk) {
+  int left = dim - 8 * chunk;
+  if (is_aligned(row))
+    copy_async(to, left > 0 ? row + 8 * chunk : row, left >= 8 ? 16 : left > 0 ? 2 * left : 0);
+  else
+    store_shared(to, load_elements(row + 8 * chunk, left));
+}
+
+// Does `body` with the `row` and `chunk` of each chunk of a tile, `rows` and `dim` constant, shared
+// out among `threads` threads of which the caller is number `thread`.
+template <typename Body>
+DEVICE void for_chunks(int rows, int dim, int thread, int threads, Body body) {
+  int all = rows * CHUNKS(dim);
+#pragma unroll
+  for (int i = 0; i < (all + threads - 1) / threads; i++) {
+    int row, chunk;
+    if (threads % CHUNKS(dim) == 0) {
+      row = thread / CHUNKS(dim) + i * (threads / CHUNKS(dim)), chunk = thread % CHUNKS(dim);
+    } else {
+      row = (i * threads + thread) / CHUNKS(dim), chunk = (i * threads + thread) % CHUNKS(dim);
+    }
+    if (all % threads == 0 || i * threads + thread < all) body(row, chunk);
+  }
+}
+
+// Where a view's row of (token, head, batch) starts; of one whose data is an offset, from `base`.
+DEVICE const elem *elem_at(const struct sw_view &view, sw_int64 token, sw_int64 head,
+                           sw_int64 batch) {
+  return (const elem *)view.data + token * view.token + head * view.head + batch * view.batch;
+}
+DEVICE float *float_at(const struct sw_view &view, sw_int64 token, sw_int64 head, sw_int64 batch) {
+  return (float *)view.data + token * view.token + head * view.head + batch * view.batch;
+}
+DEVICE const elem *elem_from(const char *base, const struct sw_view &view, sw_int64 head,
+                             sw_int64 batch) {
+  return (const elem *)(base + (sw_int64)view.data) + head * view.head + batch * view.batch;
+}
+
+// ---- queries ------------------------------------------------------------------------------------
+
+// A block's work: a tile of TILE_TOKENS queries for some heads of one key head, of one item.
+struct place {
+  const struct sw_unit *unit;
+  sw_int64 batch, kv_head;
+  int      y;                         // which tile (and group) of the item
+};
+
+DEVICE struct place place_of_block(const struct sw_cuda_args &args) {
+  struct place place;
+  unsigned item = (unsigned)args.first_item + blockIdx.x;   // units are listed: they are not 2^32
+  unsigned kv_heads = (unsigned)args.attention.kv_heads, batch = (unsigned)args.attention.batch;
+  place.kv_head = item % kv_heads;
+  place.batch = item / kv_heads % batch;
+  place.unit = args.attention.units + item / kv_heads / batch;
+  place.y = (int)blockIdx.y;
+  return place;
+}
+
+// Row m of a tile of queries is query m / pack of the tile, head m % pack of its heads.  Rows of
+// what is no query of the tile become 0.
+DEVICE void load_queries(unsigned tile, int rows, int dim, const struct sw_view &view, sw_int64 row,
+                         int tokens, sw_int64 head, int pack, sw_int64 batch, int thread,
+                         int threads) {
+  const elem *first = elem_at(view, row, head, batch);
+  sw_int64 token_stride = view.token, head_stride = view.head;
+  for_chunks(rows, dim, thread, threads, [&](int m, int chunk) {
+    unsigned to = chunk_at(tile, dim, m, chunk);
+    if (m < tokens * pack)
+      load_chunk(to, first + m / pack * token_stride + m % pack * head_stride, dim, chunk);
+    else
+      store_shared(to, no_elements());
+  });
+}
+
+// ---- mask ---------------------------------------------------------------------------------------
+
+// The keys that some query (and those that every query) of a tile of `tokens` from `tile` on sees,
+// by the window alone: positions [begin, end), empty when end <= begin.
+struct positions { sw_int64 begin, end; };
+#define FAR ((sw_int64)1 << 62)
+
+DEVICE struct positions keys_of_some(sw_int64 tile, int tokens) {
+  struct positions keys;
+  keys.begin = LEFT_LIMITED ? tile - (sw_int64)WINDOW_LEFT : -FAR;
+  keys.end = RIGHT_LIMITED ? tile + tokens + (sw_int64)WINDOW_RIGHT : FAR;
+  return keys;
+}
+// The queries that see some key of a tile of `tokens` keys from `tile` on, likewise.
+DEVICE struct positions queries_of_some(sw_int64 tile, int tokens) {
+  struct positions queries;
+  queries.begin = RIGHT_LIMITED ? tile - (sw_int64)WINDOW_RIGHT : -FAR;
+  queries.end = LEFT_LIMITED ? tile + tokens + (sw_int64)WINDOW_LEFT : FAR;
+  return queries;
+}
+DEVICE struct positions overlap(struct positions a, struct positions b) {
+  struct positions both;
+  both.begin = a.begin > b.begin ? a.begin : b.begin;
+  both.end = a.end < b.end ? a.end : b.end;
+  return both;
+}
+
+// The window between a tile of queries and one of keys, each counted from its first: query i sees
+// key j when i + first <= j <= i + last.
+struct band { int first, last; };
+
+DEVICE int within_int(sw_int64 x) {    // far beyond any tile, yet with room for a tile's numbers
+  sw_int64 far = 1 << 30;
+  return (int)(x < -far ? -far : x > far ? far : x);
+}
+DEVICE struct band band_of(sw_int64 query, sw_int64 key) {
+  struct band band;
+  band.first = LEFT_LIMITED ? within_int(query - (sw_int64)WINDOW_LEFT - key) : -(1 << 30);
+  band.last = RIGHT_LIMITED ? within_int(query + (sw_int64)WINDOW_RIGHT - key) : 1 << 30;
+  return band;
+}
+DEVICE bool sees(struct band band, int query, int key) {
+  return query + band.first <= key && key <= query + band.last;
+}
+// Whether all queries [q_begin, q_end) see all keys [0, keys); whether some of them may see some.
+DEVICE bool all_see_all(struct band band, int q_begin, int q_end, int keys) {
+  return q_end - 1 + band.first <= 0 && keys - 1 <= q_begin + band.last;
+}
+DEVICE bool some_see_some(struct band band, int q_begin, int q_end, int keys) {
+  return q_begin < q_end && q_begin + band.first < keys && 0 <= q_end - 1 + band.last;
+}
+
+// ---- keys ---------------------------------------------------------------------------------------
+
+// The keys of a unit lie in its runs.  A tile of keys is positions [first, first + keys), cut from
+// the first key that a tile of queries sees and that a run holds, so it fits the window and stands
+// on no grid.  Runs may leave positions out; keys there are 0 and nobody sees them.
+struct key_tile {
+  sw_int64 run, run_end;              // the run that holds `first`, the unit's last
+  sw_int64 first, until;              // `until` this position the run holds all
+  sw_int64 end;                       // behind the last key of interest
+  int      keys;                      // 0: there are no more
+};
+
+// From `first` on, or the first position after it that a run holds.
+DEVICE void find_keys(struct key_tile &t, const struct sw_run *runs, sw_int64 first, int most) {
+  t.keys = 0;
+  while (first >= t.until) {
+    if (++t.run >= t.run_end) return;
+    t.until = runs[t.run].position + runs[t.run].tokens;
+    if (first < runs[t.run].position) first = runs[t.run].position;
+  }
+  if (first >= t.end) return;
+  t.first = first;
+  t.keys = t.end - first < most ? (int)(t.end - first) : most;
+}
+
+// The first tile of at most `most` keys of those in `wanted`.
+DEVICE struct key_tile first_keys(const struct sw_attention_args &args, const struct sw_unit *unit,
+                                  struct positions wanted, int most) {
+  struct key_tile t;
+  t.run = unit->run_begin - 1;
+  t.run_end = unit->run_end;
+  t.first = 0;
+  t.until = -FAR;
+  t.end = -FAR;
+  t.keys = 0;
+  if (unit->run_begin < unit->run_end) {
+    const struct sw_run &last = args.runs[unit->run_end - 1];
+    t.end = last.position + last.tokens;
+    if (wanted.end < t.end) t.end = wanted.end;
+    find_keys(t, args.runs, wanted.begin, most);
+  }
+  return t;
+}
+DEVICE void next_keys(struct key_tile &t, const struct sw_run *runs, int most) {
+  find_keys(t, runs, t.first + most, most);
+}
+
+// Does `body` with the keys [begin, end) of the tile, counted from its first, that no run holds.
+template <typename Body>
+DEVICE void for_gaps(const struct key_tile &t, const struct sw_run *runs, Body body) {
+  sw_int64 end = t.first + t.keys, from = t.until;
+  for (sw_int64 r = t.run + 1; from < end; r++) {
+    sw_int64 to = r < t.run_end && runs[r].position < end ? runs[r].position : end;
+    if (from < to) body((int)(from - t.first), (int)(to - t.first));
+    from = r < t.run_end ? runs[r].position + runs[r].tokens : end;
+  }
+}
+
+// Loads the k (or the v) of a tile of keys: `rows` rows, zeros where there is no key.
+DEVICE void load_keys(unsigned tile, int rows, int dim, bool values, const struct key_tile &t,
+                      const struct sw_cuda_args &args, const struct place &place, int thread,
+                      int threads) {
+  int done = 0;
+  for (sw_int64 r = t.run; done < rows; r++) {
+    int begin = rows, end = rows;
+    const elem *first = 0;             // where key 0 of the tile would lie
+    sw_int64 stride = 0;
+    if (r < t.run_end && args.attention.runs[r].position < t.first + t.keys) {
+      const struct sw_run &run = args.attention.runs[r];
+      const struct sw_view &view = values ? run.v : run.k;
+      sw_int64 offset = run.position - t.first, until = offset + run.tokens;
+      begin = offset > 0 ? (int)offset : 0;
+      end = until < t.keys ? (int)until : t.keys;
+      stride = view.token;
+      first = elem_from(run.wire ? args.halo : values ? args.v : args.k, view, place.kv_head,
+                        place.batch) - offset * stride;
+    }
+    for_chunks(rows, dim, thread, threads, [&](int row, int chunk) {
+      if (row < done || row >= end) return;
+      unsigned to = chunk_at(tile, dim, row, chunk);
+      if (row >= begin) load_chunk(to, first + row * stride, dim, chunk);
+      else store_shared(to, no_elements());
+    });
+    done = end;
+  }
+}
