@@ -1,6 +1,7 @@
 -- spaces.lua: everything swathe may choose, on one page.  Data only; requires nothing.
 --
--- One entry per target and kernel; its template is templates/<target>/<kernel>.c.  An entry holds
+-- One entry per target and kernel; its template is templates/<target>/<kernel>.c or .cu.  An entry
+-- holds
 --   summary   what the kernel does, in a few words
 --   fixed     the facts of a problem (facts.lua) that it depends on
 --   tune      knobs { name, values, what it is }; values are whole numbers
@@ -10,11 +11,12 @@
 --   default   function that gives the rule-of-thumb value of every knob; valid for every problem
 --
 -- In a rule or a size `c` has the fixed facts, the isa's name and numbers (targets.lua: c.isa, and
--- on the cpu c.lanes, c.registers, c.l1_bytes, c.l2_bytes), the knobs and the sizes; in `default` the facts
--- and the isa only.  They are evaluated as soon as every knob they read is bound: knobs that decide
--- much come first.  In templates facts, lanes, registers, knobs and sizes are upper-case constants.
+-- on the cpu c.lanes, c.registers, c.l1_bytes, c.l2_bytes, on cuda c.most_shared_bytes,
+-- c.most_registers, c.hopper), the knobs and the sizes; in `default` the facts and the isa only.
+-- They are evaluated as soon as every knob they read is bound: knobs that decide much come first.
+-- In templates facts, lanes, registers, knobs and sizes are upper-case constants.
 
--- ---- Tiles of the cuda kernels -------------------------------------------------------------------
+-- ---- Tiles of the cuda kernels ------------------------------------------------------------------
 
 -- Elements of a row in whole products; 16-byte chunks from one row of a tile to the next, as
 -- templates/cuda/prelude.cu lays them (PITCH there).
@@ -37,13 +39,16 @@ local forward_tile = {
   q_bytes = function(c)
     return c.warps * c.warp_rows * math.max(pitch(c.head_dim_qk), pitch(c.head_dim_v)) * 16
   end,
-  stage_bytes = function(c) return c.block_k * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) * 16 end,
+  stage_bytes = function(c)
+    return c.block_k * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) * 16
+  end,
   -- S and O, or P and O where no running maximum needs O while there is S; operands, addresses
   registers = function(c, one_tile)
     local bands = c.warp_rows // 16
     local s, o = bands * c.block_k // 2, bands * padded(c.head_dim_v) // 2
     local q = c.q_in_regs * bands * padded(c.head_dim_qk) // 4
-    return q + 44 + (one_tile == 1 and math.max(s, s // 2 + o) or s + o)
+    local others = c.head_dim_qk > 128 and 86 or 76
+    return q + others + (one_tile == 1 and math.max(s, s // 2 + o) or s + o)
   end,
   -- 1000 times the products made over those of visible pairs, of a tile amid a long document.  A
   -- warp leaves out the key tiles that none of its queries sees.
@@ -92,7 +97,7 @@ function forward_tile.cost(c, knobs)
   local one_tile = forward_tile.one_tile(knobs, tokens)
   local shared = forward_tile.q_bytes(knobs) + forward_tile.stage_bytes(knobs)
   local registers = forward_tile.registers(knobs, one_tile)
-  if shared > c.most_shared_bytes or registers > 240 then return nil end
+  if shared > c.most_shared_bytes or registers > 255 then return nil end
   local blocks = math.min((c.most_shared_bytes + 1024) // (shared + 1024),
                           c.most_registers // ((registers + 7) // 8 * 8 * 32 * knobs.warps))
   -- a product; the operands it shares with the other band of a warp; the keys' way to the block,
@@ -341,8 +346,8 @@ return {
                                                     "query heads of one key head in a tile" },
         { "warps",      { 2, 4, 8 },                "warps of a block" },
         { "warp_rows",  { 16, 32 },                 "query rows of a warp" },
-        { "block_k",    { 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256 },
-                                                    "keys of a tile" },
+        { "block_k",    { 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240,
+                          256 },                    "keys of a tile" },
         { "stages",     { 1, 2, 3 },                "tiles of keys and values in shared memory" },
         { "q_in_regs",  { 0, 1 },                   "whether queries stay in registers" },
         { "min_blocks", { 1, 2, 3, 4 },  "blocks of a multiprocessor that registers must do for" },
@@ -384,7 +389,8 @@ return {
             return 8 * (c.rows - c.tile_tokens * c.pack) <= c.rows
           end },
         { "the accumulators fit the registers", function(c)
-            return c.thread_registers <= math.min(255, c.most_registers // (c.threads * c.min_blocks))
+            local most = c.most_registers // (c.threads * c.min_blocks)
+            return c.thread_registers <= math.min(255, most)
           end },
         { "min_blocks fit the shared memory of a multiprocessor", function(c)
             return c.min_blocks * (c.shared_bytes + 1024) <= c.most_shared_bytes + 1024

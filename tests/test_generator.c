@@ -465,16 +465,17 @@ static void crossed_config(const struct line_list *list, char *config)
 static void walk_and_check_agree(void **state)
 {
   (void)state;
-  struct { struct sw_gen *gen; const char *kernel; const char *problem; } cases[] = {
-    { fixture_gen, "huge", "" },
-    { fixture_gen, "shortcut", "" },
-    { real_gen, "forward", "q_heads=8,window_left=127" },
-    { real_gen, "backward", "q_heads=8,window_left=127" },
+  struct { struct sw_gen *gen; const char *kernel, *isa, *problem; } cases[] = {
+    { fixture_gen, "huge", "avx2", "" },
+    { fixture_gen, "shortcut", "avx2", "" },
+    { real_gen, "forward", "avx2", "q_heads=8,window_left=127" },
+    { real_gen, "backward", "avx2", "q_heads=8,window_left=127" },
+    { real_gen, "forward", "sm_80", "q_heads=8,window_left=127,target=cuda,dtype=f16" },
   };
   for (size_t i = 0; i < COUNT(cases); i++) {
     struct swathe_problem problem;
     const struct sw_gen_request request =
-        request_for(cases[i].kernel, "avx2", cases[i].problem, &problem);
+        request_for(cases[i].kernel, cases[i].isa, cases[i].problem, &problem);
     const struct line_list list = sorted_configs(cases[i].gen, &request);
     int valid = 0;
     for (int point = 0; point < 2500; point++) {
@@ -627,8 +628,10 @@ static void requests_are_checked(void **state)
     { "forward", "sse9", "", SWATHE_BAD_USE, "target cpu has no isa 'sse9'; there are avx512" },
     { "forward", "avx2", "dtype=f16", SWATHE_UNSUPPORTED,
       "target cpu has no kernels for f16; there are f32, bf16" },
-    { "forward", "avx2", "target=cuda", SWATHE_UNSUPPORTED,
-      "no kernels are written for target cuda" },
+    { "forward", "avx2", "target=cuda,dtype=bf16", SWATHE_BAD_USE,
+      "target cuda has no isa 'avx2'; there are sm_120" },
+    { "forward", "sm_90", "target=cuda", SWATHE_UNSUPPORTED,
+      "target cuda has no kernels for f32; there are bf16, f16" },
   };
   char config[SW_CONFIG_TEXT];
   struct swathe_problem problem;
@@ -660,13 +663,19 @@ static void add_isa(void *arg, const char *isa, const char *flags)
   snprintf(isas->names[isas->count++], sizeof isas->names[0], "%s", isa);
 }
 
+// The kernels of a target.
+static size_t kernel_count(enum swathe_target target)
+{
+  return target == SWATHE_CPU ? COUNT(kernels) : 1;
+}
+
 // Every kernel and isa has a valid default for this problem, and the walk agrees that it is one.
-static void expect_defaults(const char *name, const struct swathe_problem *problem)
+static void expect_target_defaults(const char *name, const struct swathe_problem *problem)
 {
   struct isa_names isas = { 0 };
-  assert_int_equal(sw_gen_isas(real_gen, SWATHE_CPU, add_isa, &isas), SWATHE_OK);
+  assert_int_equal(sw_gen_isas(real_gen, problem->target, add_isa, &isas), SWATHE_OK);
   assert_true(isas.count >= 4);
-  for (size_t k = 0; k < COUNT(kernels); k++)
+  for (size_t k = 0; k < kernel_count(problem->target); k++)
     for (size_t i = 0; i < isas.count; i++) {
       char config[SW_CONFIG_TEXT], checked[SW_CONFIG_TEXT];
       const struct sw_gen_request request = { problem, kernels[k], isas.names[i] };
@@ -675,6 +684,15 @@ static void expect_defaults(const char *name, const struct swathe_problem *probl
         fail_msg("%s: %s", name, swathe_error());
       assert_string_equal(config, checked);
     }
+}
+
+static void expect_defaults(const char *name, const struct swathe_problem *problem)
+{
+  struct swathe_problem for_cuda = *problem;
+  expect_target_defaults(name, problem);
+  for_cuda.target = SWATHE_CUDA;
+  if (for_cuda.dtype == SWATHE_F32) for_cuda.dtype = SWATHE_F16;
+  expect_target_defaults(name, &for_cuda);
 }
 
 static void expect_model_defaults(void *arg, const struct swathe_model *model)
@@ -705,6 +723,12 @@ static void defaults_are_valid(void **state)
     }
 }
 
+static void set_target(struct swathe_problem *problem, enum swathe_target target)
+{
+  problem->target = target;
+  if (target == SWATHE_CUDA) problem->dtype = SWATHE_F16;
+}
+
 // One field changed at a time: what a kernel does not depend on must not change its text.
 static void text_follows_the_problem(void **state)
 {
@@ -733,24 +757,35 @@ static void text_follows_the_problem(void **state)
     { "sinks=0", true },
     { "softcap=0", true },
   };
-  for (size_t k = 0; k < COUNT(kernels); k++) {
+  static const struct {
+    const char *kernel;
+    enum swathe_target target;
+    const char *isa, *other_isa;
+  } rows[] = {
+    { "forward", SWATHE_CPU, "avx2", "avx512" },
+    { "backward", SWATHE_CPU, "avx2", "avx512" },
+    { "forward", SWATHE_CUDA, "sm_90", "sm_80" },
+  };
+  for (size_t k = 0; k < COUNT(rows); k++) {
     struct swathe_problem problem, changed;
-    const struct sw_gen_request request = request_for(kernels[k], "avx2", base, &problem);
+    const struct sw_gen_request request = request_for(rows[k].kernel, rows[k].isa, base, &problem);
+    set_target(&problem, rows[k].target);
     struct sw_gen_source source = emit(real_gen, &request, NULL);
     for (size_t i = 0; i < COUNT(cases); i++) {
-      struct sw_gen_request other = request_for(kernels[k], "avx2", base, &changed);
+      struct sw_gen_request other = request_for(rows[k].kernel, rows[k].isa, base, &changed);
+      set_target(&changed, rows[k].target);
       if (swathe_problem_parse(cases[i].change, &changed)) fail_msg("%s", swathe_error());
       other.problem = &changed;
       struct sw_gen_source text = emit(real_gen, &other, NULL);
       if (!!strcmp(text.text, source.text) != cases[i].differs)
-        fail_msg("%s: %s should %schange the text", kernels[k], cases[i].change,
+        fail_msg("%s: %s should %schange the text", rows[k].kernel, cases[i].change,
                  cases[i].differs ? "" : "not ");
       sw_gen_source_free(&text);
     }
-    const struct sw_gen_request wide = { &problem, kernels[k], "avx512" };
+    const struct sw_gen_request wide = { &problem, rows[k].kernel, rows[k].other_isa };
     struct sw_gen_source text = emit(real_gen, &wide, NULL);
     assert_string_not_equal(text.text, source.text);
-    assert_string_not_equal(text.flags, source.flags);
+    if (rows[k].target == SWATHE_CPU) assert_string_not_equal(text.flags, source.flags);
     sw_gen_source_free(&text);
     sw_gen_source_free(&source);
   }
@@ -790,27 +825,35 @@ static void text_is_the_same_everywhere(void **state)
 static void banner_command_makes_it_again(void **state)
 {
   (void)state;
-  struct swathe_problem problem, again;
-  const struct sw_gen_request request =
-      request_for("forward", "avx2",
-                  "q_heads=24,kv_heads=8,head_dim_qk=192,head_dim_v=128,window_left=unlimited,"
-                  "window_right=3,dtype=bf16,sinks=1,softcap=30,ranks=8",
-                  &problem);
-  struct sw_gen_source source = emit(real_gen, &request, NULL);
-  char line[1200], kernel[32], target[32], isa[32], text[512], config[512];
-  const char *command = strstr(source.text, "swathe emit ");
-  assert_non_null(command);
-  snprintf(line, sizeof line, "%.*s", (int)strcspn(command, "\n"), command);
-  assert_int_equal(
-      sscanf(line, "swathe emit %31s --target %31s --isa %31s --problem %511s --config %511s",
-             kernel, target, isa, text, config),
-      5);
-  assert_string_equal(target, "cpu");
-  const struct sw_gen_request repeated = request_for(kernel, isa, text, &again);
-  struct sw_gen_source same = emit(real_gen, &repeated, config);
-  assert_string_equal(same.text, source.text);
-  sw_gen_source_free(&same);
-  sw_gen_source_free(&source);
+  static const struct { const char *target, *isa, *dtype; } rows[] = {
+    { "cpu", "avx2", "bf16" }, { "cuda", "sm_80", "bf16" }, { "cuda", "sm_120", "f16" },
+  };
+  for (size_t i = 0; i < COUNT(rows); i++) {
+    struct swathe_problem problem, again;
+    char shape[300], line[1200], kernel[32], target[32], isa[32], text[600], config[512];
+    snprintf(shape, sizeof shape,
+             "q_heads=24,kv_heads=8,head_dim_qk=192,head_dim_v=128,window_left=unlimited,"
+             "window_right=3,sinks=1,softcap=30,ranks=8,target=%s,dtype=%s",
+             rows[i].target, rows[i].dtype);
+    const struct sw_gen_request request = request_for("forward", rows[i].isa, shape, &problem);
+    struct sw_gen_source source = emit(real_gen, &request, NULL);
+    const char *command = strstr(source.text, "swathe emit ");
+    assert_non_null(command);
+    snprintf(line, sizeof line, "%.*s", (int)strcspn(command, "\n"), command);
+    assert_int_equal(
+        sscanf(line, "swathe emit %31s --target %31s --isa %31s --problem %511s --config %511s",
+               kernel, target, isa, text, config),
+        5);
+    assert_string_equal(target, rows[i].target);
+    assert_string_equal(isa, rows[i].isa);
+    strcat(text, ",target=");
+    strcat(text, target);
+    const struct sw_gen_request repeated = request_for(kernel, isa, text, &again);
+    struct sw_gen_source same = emit(real_gen, &repeated, config);
+    assert_string_equal(same.text, source.text);
+    sw_gen_source_free(&same);
+    sw_gen_source_free(&source);
+  }
 }
 
 // ---- Presets -----------------------------------------------------------------------------------

@@ -52,30 +52,30 @@ struct part {
 //@ if Q_IN_REGS == 1 then
 typedef struct chunk queries[STEPS_QK][BANDS];
 //@ else
-typedef unsigned queries;              // the tile itself
+typedef unsigned queries;              // where the warp's rows of the tile lie
 //@ end
 
-DEVICE void take_queries(queries &q, unsigned tile, int row) {
+DEVICE void take_queries(queries &q, unsigned tile) {
 //@ if Q_IN_REGS == 1 then
 #pragma unroll
   for (int d = 0; d < STEPS_QK; d++)
 #pragma unroll
-    for (int m = 0; m < BANDS; m++) q[d][m] = operand_a(tile, HEAD_DIM_QK, row + 16 * m, 2 * d);
+    for (int m = 0; m < BANDS; m++) q[d][m] = operand_a(tile, HEAD_DIM_QK, 16 * m, 2 * d);
 //@ else
   q = tile;
 //@ end
 }
 
-DEVICE struct chunk query_operand(const queries &q, int row, int m, int d) {
+DEVICE struct chunk query_operand(const queries &q, int m, int d) {
 //@ if Q_IN_REGS == 1 then
   return q[d][m];
 //@ else
-  return operand_a(q, HEAD_DIM_QK, row + 16 * m, 2 * d);
+  return operand_a(q, HEAD_DIM_QK, 16 * m, 2 * d);
 //@ end
 }
 
 // s = q k^T
-DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, int row, unsigned k) {
+DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigned k) {
 #pragma unroll
   for (int m = 0; m < BANDS; m++)
 #pragma unroll
@@ -86,7 +86,7 @@ DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, int row
   for (int d = 0; d < STEPS_QK; d++) {
     struct chunk a[BANDS];
 #pragma unroll
-    for (int m = 0; m < BANDS; m++) a[m] = query_operand(q, row, m, d);
+    for (int m = 0; m < BANDS; m++) a[m] = query_operand(q, m, d);
 #pragma unroll
     for (int n = 0; n < STEPS_K; n++) {
       struct chunk b = operands_b_transposed(k, HEAD_DIM_QK, 16 * n, 2 * d);
@@ -99,11 +99,11 @@ DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, int row
   }
 }
 
-// The query (counted from the tile's first) and the key (from its tile's) of a lane's score.
-DEVICE int query_of(const struct part &part, int m, int e) {
-  return (part.row + 16 * m + 8 * (e / 2) + (int)threadIdx.x % 32 / 4) / PACK;
+// The row of a lane's score and its key, counted from the tiles' firsts.
+DEVICE int row_of(const struct part &part, int m, int r) {
+  return part.row + 16 * m + 8 * r + (int)(lane() >> 2);
 }
-DEVICE int key_of(int n, int e) { return 8 * n + 2 * ((int)threadIdx.x % 4) + e % 2; }
+DEVICE int key_of(int n, int e) { return 8 * n + e % 2 + 2 * (int)(lane() & 3); }
 
 // Does `body(s[m][n][e], m, n, e)` with every score.
 template <typename Body> DEVICE void for_scores(float s[BANDS][2 * STEPS_K][4], Body body) {
@@ -125,14 +125,20 @@ DEVICE void finish_scores(float s[BANDS][2 * STEPS_K][4], const struct part &par
     x = tanh_of(x) * part.cap;
 //@ end
   });
-  if (keys.keys < BLOCK_K || !all_see_all(band, part.q_begin, part.q_end, BLOCK_K))
+  if (keys.keys < BLOCK_K || !all_see_all(band, part.q_begin, part.q_end, BLOCK_K)) {
+    struct sight sight[BANDS][2];
+#pragma unroll
+    for (int m = 0; m < BANDS; m++)
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        sight[m][r] = sight_of(band, row_of(part, m, r) / PACK, keys.keys);
     for_scores(s, [&](float &x, int m, int n, int e) {
-      int key = key_of(n, e);
-      if (key >= keys.keys || !sees(band, query_of(part, m, e), key)) x = NEVER;
+      if (!sees(sight[m][e / 2], key_of(n, e))) x = NEVER;
     });
+  }
   for_gaps(keys, runs, [&](int begin, int end) {
     for_scores(s, [&](float &x, int, int n, int e) {
-      if (begin <= key_of(n, e) && key_of(n, e) < end) x = NEVER;
+      if ((unsigned)(key_of(n, e) - begin) < (unsigned)(end - begin)) x = NEVER;
     });
   });
 }
@@ -223,28 +229,39 @@ DEVICE float finish_row(const struct sw_attention_args &args, const struct place
 // Rounds the warp's rows of out and lays them where Q was.
 DEVICE void lay_out(unsigned tile, const struct part &part, const struct rows &rows,
                     float factor[BANDS][2]) {
-  int lane = (int)threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < BANDS; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int d = 0; d < 2 * PAIRS_V; d++) {
-        int row = part.row + 16 * m + 8 * r + lane / 4;
-        store_shared_word(chunk_at(tile, HEAD_DIM_V, row, d) + lane % 4 * 4,
-                          join(rows.o[m][d][2 * r] * factor[m][r],
-                               rows.o[m][d][2 * r + 1] * factor[m][r]));
+        unsigned at = chunk_at(tile, HEAD_DIM_V, row_of(part, m, r), d);
+        store_shared_word(at + (lane() & 3) * 4, join(rows.o[m][d][2 * r] * factor[m][r],
+                                                      rows.o[m][d][2 * r + 1] * factor[m][r]));
       }
 }
 
 DEVICE void store_out(unsigned tile, const struct part &part, const struct sw_view &out,
                       sw_int64 row, sw_int64 head, sw_int64 batch, int rows_there) {
-  for_chunks(WARP_ROWS, HEAD_DIM_V, (int)threadIdx.x % 32, 32, [&](int r, int chunk) {
-    int m = part.row + r, left = HEAD_DIM_V - 8 * chunk;
-    if (m >= rows_there || left <= 0) return;
-    elem *to = (elem *)elem_at(out, row + m / PACK, head + m % PACK, batch) + 8 * chunk;
-    store_elements(to, load_shared(chunk_at(tile, HEAD_DIM_V, m, chunk)), left);
-  });
+  elem *first = (elem *)elem_at(out, row, head, batch);
+  sw_int64 token_stride = out.token, head_stride = out.head;
+  bool whole = HEAD_DIM_V % 8 == 0 && is_aligned(first) && token_stride % 8 == 0 &&
+               (PACK == 1 || head_stride % 8 == 0);
+  if (whole)
+    for_chunks(WARP_ROWS, HEAD_DIM_V, (int)lane(), 32, [&](int r, int chunk) {
+      int m = part.row + r;
+      elem *to = first + m / PACK * token_stride + m % PACK * head_stride + 8 * chunk;
+      if (m < rows_there && 8 * chunk < HEAD_DIM_V)
+        store_global(to, load_shared(chunk_at(tile, HEAD_DIM_V, m, chunk)));
+    });
+  else
+    for_chunks_slowly(WARP_ROWS, HEAD_DIM_V, (int)lane(), 32, [&](int r, int chunk) {
+      int m = part.row + r;
+      elem *to = first + m / PACK * token_stride + m % PACK * head_stride + 8 * chunk;
+      if (m < rows_there)
+        store_elements(to, load_shared(chunk_at(tile, HEAD_DIM_V, m, chunk)),
+                       HEAD_DIM_V - 8 * chunk);
+    });
 }
 
 // ---- the kernel ---------------------------------------------------------------------------------
@@ -261,7 +278,8 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
   sw_int64 head = place.kv_head * GQA + place.y % GROUPS * PACK;
 
   int thread = (int)threadIdx.x;
-  unsigned q_tile = shared_start(), k_tiles = q_tile + Q_BYTES, v_tiles = k_tiles + STAGES * K_BYTES;
+  unsigned q_tile = shared_start(), k_tiles = q_tile + Q_BYTES;
+  unsigned v_tiles = k_tiles + STAGES * K_BYTES;
   struct key_tile keys = first_keys(args, place.unit, keys_of_some(position, tokens), BLOCK_K);
   struct key_tile ahead = keys;
 
@@ -304,13 +322,14 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
   copy_wait(2 * (STAGES > 1 ? STAGES - 1 : 1) - 1);
   block_sync();
 //@ end
-  take_queries(q, q_tile, part.row);
+  take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK));
 
   bool alone = keys.keys == 0;
 //@ if ONE_TILE == 1 then
   if (keys.keys) {
     const unsigned k_tile = k_tiles, v_tile = v_tiles;
 //@ else
+#pragma unroll 1
   for (int stage = 0; keys.keys; stage = stage + 1 < STAGES ? stage + 1 : 0) {
     const unsigned k_tile = k_tiles + stage * K_BYTES, v_tile = v_tiles + stage * V_BYTES;
 //@ end
@@ -331,7 +350,7 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     struct band band = band_of(position, keys.first);
     bool seen = some_see_some(band, part.q_begin, part.q_end, keys.keys);
     float s[BANDS][2 * STEPS_K][4];
-    if (seen) score_keys(s, q, part.row, k_tile);
+    if (seen) score_keys(s, q, k_tile);
 //@ if STAGES == 1 and ONE_TILE == 0 then
     block_sync();                                 // all have read K: the next may come
     if (ahead.keys)
@@ -363,14 +382,17 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     next_keys(keys, args.runs, BLOCK_K);
 //@ end
   }
-  if (alone) copy_wait(0), block_sync();          // Q at least has landed
+  if (alone) {                                    // no key: Q is still under way
+    copy_wait(0);
+    block_sync();
+  }
 
   float factor[BANDS][2];
 #pragma unroll
   for (int m = 0; m < BANDS; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      int at = part.row + 16 * m + 8 * r + thread % 32 / 4;
+      int at = row_of(part, m, r);
       bool exists = at < tokens * PACK;
       factor[m][r] = finish_row(args, place, rows.top[m][r], row_sum(rows.sum[m][r]),
                                 row + at / PACK, head + at % PACK, exists && thread % 4 == 0);

@@ -5,7 +5,7 @@
 // included.  Everything a kernel says in PTX stands here, so that each word of it is written (and
 // interpreted, and checked on a GPU) once.  Addresses in shared memory are 32-bit numbers.
 
-#define DEVICE static __device__ __forceinline__
+#define DEVICE [[maybe_unused]] static __device__ __forceinline__
 
 typedef unsigned short elem;           // bfloat16 or, where F16, IEEE half precision, as bits
 
@@ -21,6 +21,7 @@ extern __shared__ __align__(128) unsigned char shared_memory[];   // of the size
 DEVICE unsigned shared_start(void) {
   return (unsigned)__cvta_generic_to_shared(shared_memory);
 }
+DEVICE unsigned lane(void) { return threadIdx.x & 31; }
 
 // ---- waiting ------------------------------------------------------------------------------------
 
@@ -101,13 +102,9 @@ DEVICE struct chunk load_elements(const elem *from, int count) {
 }
 // Writes the first `count` of them and nothing behind.
 DEVICE void store_elements(elem *to, struct chunk c, int count) {
-  if (count >= 8 && is_aligned(to)) {
-    store_global(to, c);
-  } else {
 #pragma unroll
-    for (int i = 0; i < 8; i++)
-      if (i < count) to[i] = (elem)(c.word[i / 2] >> 16 * (i % 2));
-  }
+  for (int i = 0; i < 8; i++)
+    if (i < count) to[i] = (elem)(c.word[i / 2] >> 16 * (i % 2));
 }
 
 // ---- products -----------------------------------------------------------------------------------
@@ -222,7 +219,7 @@ DEVICE void grow_global(float *to, float x) {
 // A tile is rows of `dim` elements in shared memory, in chunks of 16 bytes, with zeros up to a
 // multiple of 16 elements.  Eight rows' chunks of one column of chunks lie in different banks:
 // where a row is a multiple of eight chunks they change places with the row, else rows lie an odd
-// number of chunks apart.
+// number of chunks apart.  Tiles start at multiples of 128 bytes.
 
 // Chunks of a row; chunks from one row to the next; bytes of a tile.
 #define CHUNKS(dim)           (((dim) + 15) / 16 * 2)
@@ -234,32 +231,45 @@ DEVICE unsigned chunk_at(unsigned tile, int dim, int row, int chunk) {
   return tile + (unsigned)((row * PITCH(dim) + chunk) * 16);
 }
 
-// The operands of `multiply` out of a tile, for the calling lane:
-// a: rows [row, row + 16), columns 8 chunk and on of the tile.
+// The same where row = at_row + lane_row and chunk = at_chunk + lane_chunk, at_row a multiple of 8
+// and at_chunk even: what differs from lane to lane is worked out once for many such places.
+DEVICE unsigned chunk_beside(unsigned tile, int dim, int at_row, unsigned lane_row, int at_chunk,
+                             unsigned lane_chunk) {
+  unsigned lane_at = lane_row * (PITCH(dim) * 16) + tile;
+  if (PITCH(dim) % 8 != 0)
+    return lane_at + lane_chunk * 16 + (unsigned)((at_row * PITCH(dim) + at_chunk) * 16);
+  lane_at += (lane_chunk ^ (lane_row & 7)) * 16;
+  return (lane_at ^ (unsigned)(at_chunk % 8 * 16)) +
+         (unsigned)((at_row * PITCH(dim) + at_chunk / 8 * 8) * 16);
+}
+
+// The operands of `multiply` out of a tile, for the calling lane; rows are multiples of 8, chunks
+// even.  a: rows [row, row + 16), columns 8 chunk and on of the tile.
 DEVICE struct chunk operand_a(unsigned tile, int dim, int row, int chunk) {
-  int lane = (int)threadIdx.x % 32;
-  return load_matrices(chunk_at(tile, dim, row + lane % 16, chunk + lane / 16));
+  return load_matrices(chunk_beside(tile, dim, row, lane() & 15, chunk, lane() >> 4));
 }
 // b = the tile transposed, for two products: its rows [row, row + 8) are the columns of the first
 // (words 0 and 1), the next eight those of the second (words 2 and 3).
 DEVICE struct chunk operands_b_transposed(unsigned tile, int dim, int row, int chunk) {
-  int lane = (int)threadIdx.x % 32;
-  return load_matrices(chunk_at(tile, dim, row + lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+  return load_matrices(chunk_beside(tile, dim, row, (lane() & 7) + (lane() >> 4) * 8, chunk,
+                                    lane() >> 3 & 1));
 }
 // b = the tile, for two products: rows [row, row + 16), columns of `chunk` and of the next.
 DEVICE struct chunk operands_b(unsigned tile, int dim, int row, int chunk) {
-  int lane = (int)threadIdx.x % 32;
-  return load_matrices_transposed(chunk_at(tile, dim, row + lane % 16, chunk + lane / 16));
+  return load_matrices_transposed(chunk_beside(tile, dim, row, lane() & 15, chunk, lane() >> 4));
 }
 
-// One chunk of a row of `dim` elements that starts at `row`.  Where the row is aligned it is
-// asked for and lands later, else it is there at once.
+// One chunk of a row of `dim` elements that starts at `row`, asked for; 0 if it `is_there` not.
+// The row is aligned.
+DEVICE void ask_chunk(unsigned to, const elem *row, int dim, int chunk, bool is_there) {
+  int left = is_there ? dim - 8 * chunk : 0;
+  copy_async(to, left > 0 ? row + 8 * chunk : row, left >= 8 ? 16 : left > 0 ? 2 * left : 0);
+}
+// The same of any row; of none it is 0.  What is not aligned is there at once.
 DEVICE void load_chunk(unsigned to, const elem *row, int dim, int chunk) {
-  int left = dim - 8 * chunk;
-  if (is_aligned(row))
-    copy_async(to, left > 0 ? row + 8 * chunk : row, left >= 8 ? 16 : left > 0 ? 2 * left : 0);
-  else
-    store_shared(to, load_elements(row + 8 * chunk, left));
+  if (!row) store_shared(to, no_elements());
+  else if (is_aligned(row)) ask_chunk(to, row, dim, chunk, true);
+  else store_shared(to, load_elements(row + 8 * chunk, dim - 8 * chunk));
 }
 
 // Does `body` with the `row` and `chunk` of each chunk of a tile, `rows` and `dim` constant, shared
@@ -277,6 +287,34 @@ DEVICE void for_chunks(int rows, int dim, int thread, int threads, Body body) {
     }
     if (all % threads == 0 || i * threads + thread < all) body(row, chunk);
   }
+}
+
+// Asks for the first `count` of `rows` rows, `stride` elements apart from `first` on, all aligned;
+// the others become 0.
+DEVICE void ask_rows(unsigned tile, int rows, int dim, const elem *first, sw_int64 stride,
+                     int count, int thread, int threads) {
+  if (threads % CHUNKS(dim) == 0) {    // a thread keeps to its column of chunks
+    int step = threads / CHUNKS(dim), row = thread / CHUNKS(dim), chunk = thread % CHUNKS(dim);
+    const elem *from = first + row * stride;
+#pragma unroll
+    for (int i = 0; i < (rows + step - 1) / step; i++) {
+      if (rows % step == 0 || row < rows)
+        ask_chunk(chunk_at(tile, dim, row, chunk), from, dim, chunk, row < count);
+      row += step;
+      from += step * stride;
+    }
+  } else {
+    for_chunks(rows, dim, thread, threads, [&](int row, int chunk) {
+      ask_chunk(chunk_at(tile, dim, row, chunk), first + row * stride, dim, chunk, row < count);
+    });
+  }
+}
+
+// for_chunks in a loop, for what is seldom done.
+template <typename Body>
+DEVICE void for_chunks_slowly(int rows, int dim, int thread, int threads, Body body) {
+#pragma unroll 1
+  for (int i = thread; i < rows * CHUNKS(dim); i += threads) body(i / CHUNKS(dim), i % CHUNKS(dim));
 }
 
 // Where a view's row of (token, head, batch) starts; of one whose data is an offset, from `base`.
@@ -319,13 +357,17 @@ DEVICE void load_queries(unsigned tile, int rows, int dim, const struct sw_view 
                          int threads) {
   const elem *first = elem_at(view, row, head, batch);
   sw_int64 token_stride = view.token, head_stride = view.head;
-  for_chunks(rows, dim, thread, threads, [&](int m, int chunk) {
-    unsigned to = chunk_at(tile, dim, m, chunk);
-    if (m < tokens * pack)
-      load_chunk(to, first + m / pack * token_stride + m % pack * head_stride, dim, chunk);
-    else
-      store_shared(to, no_elements());
-  });
+  if (is_aligned(first) && token_stride % 8 == 0 && (pack == 1 || head_stride % 8 == 0))
+    for_chunks(rows, dim, thread, threads, [&](int m, int chunk) {
+      ask_chunk(chunk_at(tile, dim, m, chunk),
+                first + m / pack * token_stride + m % pack * head_stride, dim, chunk,
+                m < tokens * pack);
+    });
+  else
+    for_chunks_slowly(rows, dim, thread, threads, [&](int m, int chunk) {
+      const elem *from = first + m / pack * token_stride + m % pack * head_stride;
+      load_chunk(chunk_at(tile, dim, m, chunk), m < tokens * pack ? from : 0, dim, chunk);
+    });
 }
 
 // ---- mask ---------------------------------------------------------------------------------------
@@ -369,8 +411,20 @@ DEVICE struct band band_of(sw_int64 query, sw_int64 key) {
   band.last = RIGHT_LIMITED ? within_int(query + (sw_int64)WINDOW_RIGHT - key) : 1 << 30;
   return band;
 }
-DEVICE bool sees(struct band band, int query, int key) {
-  return query + band.first <= key && key <= query + band.last;
+// The keys of [0, keys) that a query sees, as [first, first + more]; `first` is beyond all of them
+// when there are none.
+struct sight { int first; unsigned more; };
+DEVICE struct sight sight_of(struct band band, int query, int keys) {
+  struct sight sight;
+  int first = query + band.first, last = query + band.last;
+  if (first < 0) first = 0;
+  if (last > keys - 1) last = keys - 1;
+  sight.first = first <= last ? first : 1 << 30;
+  sight.more = first <= last ? (unsigned)(last - first) : 0;
+  return sight;
+}
+DEVICE bool sees(struct sight sight, int key) {
+  return (unsigned)(key - sight.first) <= sight.more;
 }
 // Whether all queries [q_begin, q_end) see all keys [0, keys); whether some of them may see some.
 DEVICE bool all_see_all(struct band band, int q_begin, int q_end, int keys) {
@@ -386,7 +440,7 @@ DEVICE bool some_see_some(struct band band, int q_begin, int q_end, int keys) {
 // the first key that a tile of queries sees and that a run holds, so it fits the window and stands
 // on no grid.  Runs may leave positions out; keys there are 0 and nobody sees them.
 struct key_tile {
-  sw_int64 run, run_end;              // the run that holds `first`, the unit's last
+  int      run, run_end;              // the run that holds `first`; behind the unit's last
   sw_int64 first, until;              // `until` this position the run holds all
   sw_int64 end;                       // behind the last key of interest
   int      keys;                      // 0: there are no more
@@ -395,6 +449,7 @@ struct key_tile {
 // From `first` on, or the first position after it that a run holds.
 DEVICE void find_keys(struct key_tile &t, const struct sw_run *runs, sw_int64 first, int most) {
   t.keys = 0;
+#pragma unroll 1
   while (first >= t.until) {
     if (++t.run >= t.run_end) return;
     t.until = runs[t.run].position + runs[t.run].tokens;
@@ -409,8 +464,8 @@ DEVICE void find_keys(struct key_tile &t, const struct sw_run *runs, sw_int64 fi
 DEVICE struct key_tile first_keys(const struct sw_attention_args &args, const struct sw_unit *unit,
                                   struct positions wanted, int most) {
   struct key_tile t;
-  t.run = unit->run_begin - 1;
-  t.run_end = unit->run_end;
+  t.run = (int)unit->run_begin - 1;
+  t.run_end = (int)unit->run_end;
   t.first = 0;
   t.until = -FAR;
   t.end = -FAR;
@@ -431,38 +486,38 @@ DEVICE void next_keys(struct key_tile &t, const struct sw_run *runs, int most) {
 template <typename Body>
 DEVICE void for_gaps(const struct key_tile &t, const struct sw_run *runs, Body body) {
   sw_int64 end = t.first + t.keys, from = t.until;
-  for (sw_int64 r = t.run + 1; from < end; r++) {
+#pragma unroll 1
+  for (int r = t.run + 1; from < end; r++) {
     sw_int64 to = r < t.run_end && runs[r].position < end ? runs[r].position : end;
     if (from < to) body((int)(from - t.first), (int)(to - t.first));
     from = r < t.run_end ? runs[r].position + runs[r].tokens : end;
   }
 }
 
+// Where the row of a key of the tile lies, `row` counted from its first; 0 if no run holds it.
+DEVICE const elem *key_row(const struct key_tile &t, const struct sw_cuda_args &args, bool values,
+                           const struct place &place, int row) {
+  const struct sw_run *runs = args.attention.runs;
+  sw_int64 key = t.first + row;
+  int r = t.run;
+  while (r < t.run_end && key >= runs[r].position + runs[r].tokens) r++;
+  if (row >= t.keys || r == t.run_end || key < runs[r].position) return 0;
+  const struct sw_view &view = values ? runs[r].v : runs[r].k;
+  return elem_from(runs[r].wire ? args.halo : values ? args.v : args.k, view, place.kv_head,
+                   place.batch) + (key - runs[r].position) * view.token;
+}
+
 // Loads the k (or the v) of a tile of keys: `rows` rows, zeros where there is no key.
 DEVICE void load_keys(unsigned tile, int rows, int dim, bool values, const struct key_tile &t,
                       const struct sw_cuda_args &args, const struct place &place, int thread,
                       int threads) {
-  int done = 0;
-  for (sw_int64 r = t.run; done < rows; r++) {
-    int begin = rows, end = rows;
-    const elem *first = 0;             // where key 0 of the tile would lie
-    sw_int64 stride = 0;
-    if (r < t.run_end && args.attention.runs[r].position < t.first + t.keys) {
-      const struct sw_run &run = args.attention.runs[r];
-      const struct sw_view &view = values ? run.v : run.k;
-      sw_int64 offset = run.position - t.first, until = offset + run.tokens;
-      begin = offset > 0 ? (int)offset : 0;
-      end = until < t.keys ? (int)until : t.keys;
-      stride = view.token;
-      first = elem_from(run.wire ? args.halo : values ? args.v : args.k, view, place.kv_head,
-                        place.batch) - offset * stride;
-    }
-    for_chunks(rows, dim, thread, threads, [&](int row, int chunk) {
-      if (row < done || row >= end) return;
-      unsigned to = chunk_at(tile, dim, row, chunk);
-      if (row >= begin) load_chunk(to, first + row * stride, dim, chunk);
-      else store_shared(to, no_elements());
+  const struct sw_run &run = args.attention.runs[t.run];
+  sw_int64 stride = values ? run.v.token : run.k.token;
+  const elem *first = key_row(t, args, values, place, 0);
+  if (t.first + t.keys <= t.until && is_aligned(first) && stride % 8 == 0)
+    ask_rows(tile, rows, dim, first, stride, t.keys, thread, threads);
+  else
+    for_chunks_slowly(rows, dim, thread, threads, [&](int row, int chunk) {
+      load_chunk(chunk_at(tile, dim, row, chunk), key_row(t, args, values, place, row), dim, chunk);
     });
-    done = end;
-  }
 }
