@@ -164,8 +164,9 @@ local function command(request, found, c, config)
   for _, fact in ipairs(facts.problem) do
     if fact.text and found.known[fact.name] ~= nil then parts[#parts + 1] = fact.text(c) end
   end
-  local text = ("swathe emit %s --target %s --isa %s --problem %s"):format(
-    request.kernel, found.target_name, request.isa, table.concat(parts, ","))
+  local option = found.target_name == "cuda" and "arch" or "isa"
+  local text = ("swathe emit %s --target %s --%s %s --problem %s"):format(
+    request.kernel, found.target_name, option, request.isa, table.concat(parts, ","))
   return config == "" and text or text .. " --config " .. config
 end
 

@@ -50,6 +50,8 @@
     "compute threads of each rank; default all processors, shared by the ranks of a run")          \
   X(CONFIG, "config", "TEXT", VERB,                                                                \
     "a point of the kernel's space, NAME=VALUE,...; default what a layer would use")               \
+  X(SPACE, "space", NULL, VERB, "every config of the kernel's space")                              \
+  X(MOST, "most", "N", VERB, "at most N configs of the space, the first ones")                     \
   X(OUTPUT, "output", "FILE", VERB, "write to FILE instead of stdout")                             \
   X(MESSAGES, "messages", NULL, VERB, "also list every message of the exchange")                   \
   X(Q, "q", "FILE", VERB,                                                                          \
@@ -68,7 +70,7 @@
   X(TRANSPORT, "transport", "threads", VERB,                                                       \
     "how the ranks reach each other; threads of a process")                                        \
   X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                 \
-  X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also measure what is thought unlikely to win")          \
+  X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also try what is thought unlikely to win")              \
   X(AGAIN, "again", NULL, VERB, "measure even what the database already has")                      \
   X(VERBOSE, "verbose", NULL, VERB, "also list the rules that turned candidates away")             \
   X(FORWARD, "forward", NULL, VERB, "only the forward pass")                                       \

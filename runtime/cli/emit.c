@@ -11,7 +11,8 @@ static enum cli_exit emit(const struct cli_args *args, const struct cli_given *g
   char *source = NULL;
   enum cli_exit code = CLI_OK;
   const enum swathe_status status =
-      swathe_emit(given->context, &given->problem, direction, args->value[CLI_ISA],
+      swathe_emit(given->context, &given->problem, direction,
+                  args->value[given->problem.target == SWATHE_CUDA ? CLI_ARCH : CLI_ISA],
                   args->value[CLI_CONFIG], &source);
   if (status) return cli_fail_library(status, "the %s kernel cannot be emitted", args->operand[0]);
 
