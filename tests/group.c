@@ -19,31 +19,145 @@ struct member {
   char words[1024];
 };
 
+// ---- A share on the target ---------------------------------------------------------------------
+
+// A share's arrays in the target's memory, which on the CPU is where they are anyway.
+struct mirror {
+  struct swathe_context *context;
+  enum swathe_target target;
+  const struct sequence *sequence;
+  struct share *share;
+  void *memory[SEQUENCE_ARRAYS], *sink, *dsink, *halo;
+  struct swathe_tensors tensors;
+};
+
+static struct swathe_tensor *tensor_of(struct swathe_tensors *tensors, int array)
+{
+  struct swathe_tensor *const all[SEQUENCE_ARRAYS] = {
+    [SEQUENCE_Q] = &tensors->q,     [SEQUENCE_K] = &tensors->k,   [SEQUENCE_V] = &tensors->v,
+    [SEQUENCE_DOUT] = &tensors->dout, [SEQUENCE_OUT] = &tensors->out,
+    [SEQUENCE_LSE] = &tensors->lse, [SEQUENCE_DQ] = &tensors->dq, [SEQUENCE_DK] = &tensors->dk,
+    [SEQUENCE_DV] = &tensors->dv,
+  };
+  return all[array];
+}
+
+static size_t sink_bytes(const struct mirror *mirror)
+{
+  return (size_t)mirror->sequence->problem.q_heads * sizeof(float);
+}
+
+// Brings what the host has of the arrays from `first` on to the target.
+static enum swathe_status write_mirror(struct mirror *mirror, int first)
+{
+  enum swathe_status status = SWATHE_OK;
+
+  for (int a = first; a < SEQUENCE_ARRAYS && mirror->target != SWATHE_CPU && !status; a++)
+    status = swathe_memory_write(
+        mirror->context, mirror->target, mirror->memory[a], mirror->share->memory[a],
+        share_bytes(mirror->sequence, mirror->share, (enum sequence_array)a));
+  if (mirror->dsink && !status)
+    status = swathe_memory_write(mirror->context, mirror->target, mirror->dsink,
+                                 mirror->share->dsink, sink_bytes(mirror));
+  return status;
+}
+
+// Everything back to the host: what was only read, too, so that a test sees if it was written.
+static enum swathe_status read_mirror(struct mirror *mirror)
+{
+  enum swathe_status status = SWATHE_OK;
+
+  for (int a = 0; a < SEQUENCE_ARRAYS && mirror->target != SWATHE_CPU && !status; a++)
+    status = swathe_memory_read(
+        mirror->context, mirror->target, mirror->share->memory[a], mirror->memory[a],
+        share_bytes(mirror->sequence, mirror->share, (enum sequence_array)a));
+  if (mirror->dsink && !status)
+    status = swathe_memory_read(mirror->context, mirror->target, mirror->share->dsink,
+                                mirror->dsink, sink_bytes(mirror));
+  return status;
+}
+
+static enum swathe_status open_mirror(struct mirror *mirror)
+{
+  struct share *share = mirror->share;
+  enum swathe_status status = SWATHE_OK;
+
+  mirror->tensors = share->tensors;
+  if (mirror->target == SWATHE_CPU) return SWATHE_OK;
+  for (int a = 0; a < SEQUENCE_ARRAYS && !status; a++) {
+    const size_t bytes = share_bytes(mirror->sequence, share, (enum sequence_array)a);
+    const size_t first = (size_t)((char *)tensor_of(&share->tensors, a)->data -
+                                  (char *)share->memory[a]);
+    status = swathe_memory_allocate(mirror->context, mirror->target, bytes, &mirror->memory[a]);
+    tensor_of(&mirror->tensors, a)->data = (void *)((uintptr_t)mirror->memory[a] + first);
+  }
+  if (share->tensors.sink && !status)
+    status = swathe_memory_allocate(mirror->context, mirror->target, sink_bytes(mirror),
+                                    &mirror->sink);
+  if (share->tensors.sink && !status)
+    status = swathe_memory_write(mirror->context, mirror->target, mirror->sink,
+                                 share->tensors.sink, sink_bytes(mirror));
+  if (share->tensors.dsink && !status)
+    status = swathe_memory_allocate(mirror->context, mirror->target, sink_bytes(mirror),
+                                    &mirror->dsink);
+  mirror->tensors.sink = mirror->sink;
+  mirror->tensors.dsink = mirror->dsink;
+  return status ? status : write_mirror(mirror, 0);
+}
+
+static void close_mirror(struct mirror *mirror)
+{
+  void *const rest[] = { mirror->sink, mirror->dsink };
+  swathe_memory_free(mirror->context, mirror->target, mirror->halo);
+  for (int a = 0; a < SEQUENCE_ARRAYS && mirror->target != SWATHE_CPU; a++)
+    swathe_memory_free(mirror->context, mirror->target, mirror->memory[a]);
+  for (size_t i = 0; i < 2 && mirror->target != SWATHE_CPU; i++)
+    swathe_memory_free(mirror->context, mirror->target, rest[i]);
+}
+
+// ---- A rank ------------------------------------------------------------------------------------
+
+static enum swathe_status play_step(struct member *member, struct swathe_layer *layer,
+                                    struct mirror *mirror, char step)
+{
+  struct swathe_timing timing;
+  enum swathe_status status = SWATHE_OK;
+
+  if (step == 'f') status = swathe_layer_forward(layer, &mirror->tensors, NULL);
+  if (step == 'b') status = swathe_layer_backward(layer, &mirror->tensors, NULL);
+  if (step == 's') status = swathe_layer_shard(layer, member->group->sharding);
+  if (step == 'm') swathe_layer_mute(layer, true);
+  if (step == 'p') {
+    share_poison(member->sequence, mirror->share);
+    status = write_mirror(mirror, SEQUENCE_OUT);
+  }
+  if (step != 'f' && step != 'b') return status;
+  swathe_layer_timing(layer, &timing);
+  member->moved += timing.received_bytes;
+  return status;
+}
+
 static enum swathe_status play(struct member *member, struct swathe_layer *layer)
 {
-  struct share *share = member->share;
-  enum swathe_status status = swathe_layer_shard(layer, member->group->sharding);
-  void *halo = NULL;
-  struct swathe_timing timing;
+  const struct group_case *group = member->group;
+  struct mirror mirror = { .context = group->context,
+                           .target = group->problem->target,
+                           .sequence = member->sequence,
+                           .share = member->share };
+  enum swathe_status status = swathe_layer_shard(layer, group->sharding);
 
-  if (!status && member->group->keep_halo) {
-    halo = malloc(swathe_layer_halo_bytes(layer) + 1);
-    share->tensors.halo = halo;
+  if (!status) status = open_mirror(&mirror);
+  if (!status && group->keep_halo) {
+    status = swathe_memory_allocate(group->context, mirror.target, swathe_layer_halo_bytes(layer),
+                                    &mirror.halo);
+    mirror.tensors.halo = mirror.halo;
   }
-  for (const char *step = member->group->script; *step && !status; step++) {
-    if (*step == 'f') status = swathe_layer_forward(layer, &share->tensors, NULL);
-    if (*step == 'b') status = swathe_layer_backward(layer, &share->tensors, NULL);
-    if (*step == 's') status = swathe_layer_shard(layer, member->group->sharding);
-    if (*step == 'm') swathe_layer_mute(layer, true);
-    if (*step == 'p') share_poison(member->sequence, share);
-    if (*step != 'f' && *step != 'b') continue;
-    swathe_layer_timing(layer, &timing);
-    member->moved += timing.received_bytes;
-  }
-  if (member->group->memory_bytes)
-    member->group->memory_bytes[member->rank] = (int64_t)swathe_layer_memory_bytes(layer);
-  free(halo);
-  share->tensors.halo = NULL;
+  for (const char *step = group->script; *step && !status; step++)
+    status = play_step(member, layer, &mirror, *step);
+  if (!status) status = read_mirror(&mirror);
+  if (group->memory_bytes)
+    group->memory_bytes[member->rank] = (int64_t)swathe_layer_memory_bytes(layer);
+  close_mirror(&mirror);
   return status;
 }
 
@@ -53,9 +167,16 @@ static enum swathe_status play_before(const struct member *member, struct swathe
   const struct group_case *group = member->group;
   struct share *share = share_make(member->sequence, group->before, member->rank, group->form);
   if (!share) return SWATHE_BAD_SHARDING;
+  struct mirror mirror = { .context = group->context,
+                           .target = group->problem->target,
+                           .sequence = member->sequence,
+                           .share = share };
   enum swathe_status status = swathe_layer_shard(layer, group->before);
-  if (!status) status = swathe_layer_forward(layer, &share->tensors, NULL);
-  if (!status) status = swathe_layer_backward(layer, &share->tensors, NULL);
+  if (!status) status = open_mirror(&mirror);
+  if (!status) status = swathe_layer_forward(layer, &mirror.tensors, NULL);
+  if (!status) status = swathe_layer_backward(layer, &mirror.tensors, NULL);
+  if (!status) status = swathe_stream_synchronize(group->context, mirror.target, NULL);
+  close_mirror(&mirror);
   share_free(share);
   return status;
 }

@@ -9,7 +9,7 @@
 
 // Poison is a NaN with a payload nobody computes.
 static const uint32_t poison_f32 = 0x7fc0dead;
-static const uint16_t poison_bf16 = 0x7fdd;
+static const uint16_t poison_half = 0x7fdd;  // NaN as bf16 and as f16
 
 enum { GUARD_ROWS = 5 };  // poisoned rows before and after each batch row (and head) of a share
 
@@ -45,6 +45,39 @@ float sequence_from_bf16(uint16_t bits)
   float value;
   memcpy(&value, &wide, sizeof value);
   return value;
+}
+
+uint16_t sequence_to_f16(float value)
+{
+  const uint16_t sign = signbit(value) ? 0x8000 : 0;
+  const double size = fabs((double)value);
+  if (isnan(value)) return sign | 0x7e00;
+  int exponent = size > 0 ? ilogb(size) : -14;
+  if (exponent < -14) exponent = -14;
+  if (exponent > 15) exponent = 15;
+  // in units of the last place; rounding up into the next exponent carries by itself
+  const double units = nearbyint(ldexp(fmin(size, 65536), 10 - exponent));
+  const int bits = (exponent + 14) * 1024 + (int)units;
+  return sign | (uint16_t)(bits > 0x7c00 ? 0x7c00 : bits);
+}
+
+float sequence_from_f16(uint16_t bits)
+{
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const double size = exponent == 31  ? (fraction ? (double)NAN : (double)INFINITY)
+                      : exponent == 0 ? ldexp(fraction, -24)
+                                      : ldexp(1024 + fraction, exponent - 25);
+  return (float)(bits & 0x8000 ? -size : size);
+}
+
+static uint16_t narrow(enum swathe_dtype dtype, float value)
+{
+  return dtype == SWATHE_F16 ? sequence_to_f16(value) : sequence_to_bf16(value);
+}
+
+static float widen(enum swathe_dtype dtype, uint16_t bits)
+{
+  return dtype == SWATHE_F16 ? sequence_from_f16(bits) : sequence_from_bf16(bits);
 }
 
 // ---- Shapes ------------------------------------------------------------------------------------
@@ -149,8 +182,8 @@ static void fill_given(struct sequence *sequence, enum sequence_array array, uin
         const float value = (float)(gain * random_normal(state));
         float *cell = &values[place(sequence, array, batch, token, 0, 0) + i];
         if (padding) *cell = NAN;
-        else if (sequence->problem.dtype == SWATHE_BF16)
-          *cell = sequence_from_bf16(sequence_to_bf16(value));
+        else if (sequence->problem.dtype != SWATHE_F32)
+          *cell = widen(sequence->problem.dtype, narrow(sequence->problem.dtype, value));
         else *cell = value;
       }
     }
@@ -225,7 +258,8 @@ static void sum_rounded(const struct sequence *sequence, int64_t batch, int64_t 
     for (int d = 0; d < dims; d++) {
       const size_t at = row + (size_t)(head * dims + d);
       const float out = (float)sequence->want[SEQUENCE_OUT][at];
-      delta[head] += (double)sequence_from_bf16(sequence_to_bf16(out)) *
+      const enum swathe_dtype dtype = sequence->problem.dtype;
+      delta[head] += (double)widen(dtype, narrow(dtype, out)) *
                      (double)sequence->given[SEQUENCE_DOUT][at];
     }
   }
@@ -266,7 +300,7 @@ void sequence_solve(struct sequence *sequence)
 
 void sequence_solve_rounded(struct sequence *sequence)
 {
-  solve(sequence, sequence->problem.dtype == SWATHE_BF16);
+  solve(sequence, sequence->problem.dtype != SWATHE_F32);
 }
 
 // ---- Comparison --------------------------------------------------------------------------------
@@ -339,7 +373,7 @@ bool sequence_compare(const struct sequence *sequence, bool backward,
 
 static bool is_half(const struct sequence *sequence, enum sequence_array array)
 {
-  return sequence->problem.dtype == SWATHE_BF16 && array != SEQUENCE_LSE;
+  return sequence->problem.dtype != SWATHE_F32 && array != SEQUENCE_LSE;
 }
 
 static struct swathe_tensor *tensor_of(struct swathe_tensors *tensors, enum sequence_array array)
@@ -392,13 +426,13 @@ static uint32_t bits_at(const struct sequence *sequence, const struct share *sha
 
 static uint32_t poison_of(const struct sequence *sequence, enum sequence_array array)
 {
-  return is_half(sequence, array) ? poison_bf16 : poison_f32;
+  return is_half(sequence, array) ? poison_half : poison_f32;
 }
 
 static uint32_t bits_of(const struct sequence *sequence, enum sequence_array array, float value)
 {
   uint32_t bits;
-  if (is_half(sequence, array)) return sequence_to_bf16(value);
+  if (is_half(sequence, array)) return narrow(sequence->problem.dtype, value);
   memcpy(&bits, &value, sizeof bits);
   return bits;
 }
@@ -406,7 +440,7 @@ static uint32_t bits_of(const struct sequence *sequence, enum sequence_array arr
 static float value_of(const struct sequence *sequence, enum sequence_array array, uint32_t bits)
 {
   float value;
-  if (is_half(sequence, array)) return sequence_from_bf16((uint16_t)bits);
+  if (is_half(sequence, array)) return widen(sequence->problem.dtype, (uint16_t)bits);
   memcpy(&value, &bits, sizeof value);
   return value;
 }
@@ -424,6 +458,12 @@ static void poison_array(const struct sequence *sequence, struct share *share,
   const size_t elems = memory_elems(sequence, share, array);
   for (size_t at = 0; at < elems; at++)
     set_bits(sequence, share, array, at, poison_of(sequence, array));
+}
+
+size_t share_bytes(const struct sequence *sequence, const struct share *share,
+                   enum sequence_array array)
+{
+  return memory_elems(sequence, share, array) * (is_half(sequence, array) ? 2 : 4);
 }
 
 void share_poison(const struct sequence *sequence, struct share *share)

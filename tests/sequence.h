@@ -33,8 +33,8 @@ struct sequence {
   double *got_dsink;                 // [q_heads], the sum over the ranks gathered
 };
 
-// Inputs near N(0,1), the same for the same seed; q is multiplied by `gain`.  With SWATHE_BF16,
-// q, k, v and dout are values that bf16 holds.  Of the sharding only batch, tokens and documents
+// Inputs near N(0,1), the same for the same seed; q is multiplied by `gain`.  With a dtype of 16
+// bits, q, k, v and dout are values that it holds.  Of the sharding only batch, tokens and documents
 // matter here; its document arrays are borrowed until sequence_free.
 struct sequence *sequence_make(const struct swathe_problem *problem,
                                const struct swathe_sharding *sharding, uint64_t seed, double gain);
@@ -42,8 +42,8 @@ void sequence_free(struct sequence *sequence);
 
 // Fills `want` from the reference: once, after the test has had its way with `given` and `sink`.
 void sequence_solve(struct sequence *sequence);
-// The same, but with SWATHE_BF16 the gradients follow from `out` rounded to bf16, which is what a
-// backward pass is given: large scores magnify that rounding, and it is not backward's error.
+// The same, but with a dtype of 16 bits the gradients follow from `out` rounded to it, which is what
+// a backward pass is given: large scores magnify that rounding, and it is not backward's error.
 void sequence_solve_rounded(struct sequence *sequence);
 
 // Index of a token's first element in one of the whole arrays; `elems`: how many it has.
@@ -94,6 +94,10 @@ struct share *share_make(const struct sequence *sequence, const struct swathe_sh
                          int32_t rank, struct share_form form);
 void share_free(struct share *share);
 
+// Bytes of one array's memory, guards and gaps included.
+size_t share_bytes(const struct sequence *sequence, const struct share *share,
+                   enum sequence_array array);
+
 // Poisons the outputs again, as before the first launch.
 void share_poison(const struct sequence *sequence, struct share *share);
 
@@ -109,5 +113,8 @@ void share_gather(struct sequence *sequence, const struct share *share, bool bac
 // bfloat16: the upper half of a float, rounded to nearest even.
 uint16_t sequence_to_bf16(float value);
 float sequence_from_bf16(uint16_t bits);
+// IEEE half precision, rounded to nearest even; what is too large becomes infinite.
+uint16_t sequence_to_f16(float value);
+float sequence_from_f16(uint16_t bits);
 
 #endif

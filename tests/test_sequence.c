@@ -342,6 +342,28 @@ static void bf16_rounds_to_nearest_even(void **state)
   }
 }
 
+static void f16_rounds_to_nearest_even(void **state)
+{
+  static const struct { float value; uint16_t bits; } rows[] = {
+    { 0, 0x0000 }, { -0.0f, 0x8000 }, { 1, 0x3c00 }, { -2, 0xc000 },
+    { 1 + 0x1p-11f, 0x3c00 },              // halfway, to even
+    { 1 + 3 * 0x1p-11f, 0x3c02 },          // halfway, to even
+    { 1 + 0x1p-11f + 0x1p-20f, 0x3c01 },   // just above
+    { 65504, 0x7bff }, { 65519, 0x7bff }, { 65520, 0x7c00 }, { 1e9f, 0x7c00 },
+    { INFINITY, 0x7c00 }, { -INFINITY, 0xfc00 }, { 0x1p-24f, 0x0001 }, { 0x1p-25f, 0x0000 },
+    { 0x1.ff8p-15f, 0x03ff }, { 0x1.ffcp-15f, 0x0400 },
+  };
+
+  (void)state;
+  for (size_t i = 0; i < COUNT(rows); i++)
+    assert_int_equal(sequence_to_f16(rows[i].value), rows[i].bits);
+  assert_true(isnan(sequence_from_f16(sequence_to_f16(NAN))));
+  for (uint32_t bits = 0; bits < 0x10000; bits++) {
+    const float value = sequence_from_f16((uint16_t)bits);
+    if (!isnan(value)) assert_int_equal(sequence_to_f16(value), bits);
+  }
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -353,6 +375,7 @@ int main(void)
     cmocka_unit_test(what_was_not_written_is_seen),
     cmocka_unit_test(measure_finds_the_worst_place),
     cmocka_unit_test(bf16_rounds_to_nearest_even),
+    cmocka_unit_test(f16_rounds_to_nearest_even),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
