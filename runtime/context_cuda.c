@@ -130,6 +130,7 @@ static enum swathe_status find_functions(struct sw_device_cuda *device, const ch
   kernel->tile_tokens = !strcmp(name, "forward")
                             ? kernel->functions[SW_CUDA_FORWARD].launch.tile_tokens
                             : kernel->functions[SW_CUDA_DQ].launch.tile_tokens;
+  kernel->final_keys = INT64_MAX;   // each key's sums are made in one block
   return status;
 }
 

@@ -139,6 +139,9 @@ enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
   struct sw_aim aim;
   enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
   if (!status && aim.cuda && !aim.device) status = sw_context_device(context, &aim.device);
+  if (!status && aim.cuda && strategy != SWATHE_HALO)
+    status = sw_fail(SWATHE_UNSUPPORTED, "on the cuda target there is the halo only, not %s",
+                     swathe_strategy_name(strategy));
   if (status) return status;
   struct swathe_layer *layer = calloc(1, sizeof *layer);
   if (!layer) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer", sizeof *layer);
@@ -162,7 +165,8 @@ enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
   if (!status && strategy != SWATHE_HALO) status = sw_baseline_create(layer);
   if (!status) status = load_kernels(layer, directions);
   if (!status) status = sw_halo_planner_create(&layer->planner);
-  if (!status) status = sw_device_cpu_create(context->threads, &layer->device);
+  if (!status && aim.cuda) status = sw_pass_cuda_create(layer);
+  else if (!status) status = sw_device_cpu_create(context->threads, &layer->device);
   if (status) {
     swathe_layer_destroy(layer);
     return status;
@@ -200,7 +204,7 @@ enum swathe_status swathe_layer_create(struct swathe_context *context,
 
 size_t swathe_layer_memory_bytes(const struct swathe_layer *layer)
 {
-  size_t bytes = sw_baseline_memory_bytes(layer);
+  size_t bytes = sw_baseline_memory_bytes(layer) + sw_pass_cuda_memory_bytes(layer);
   for (int i = 0; i < SW_LAYER_BUFFERS; i++) bytes += layer->buffers[i].bytes;
   return bytes;
 }
@@ -217,6 +221,7 @@ void swathe_layer_destroy(struct swathe_layer *layer)
   free(layer->messages);
   if (layer->planner) sw_halo_planner_destroy(layer->planner);
   if (layer->device) sw_device_destroy(layer->device);
+  sw_pass_cuda_destroy(layer);
   free(layer);
 }
 
@@ -287,8 +292,10 @@ enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
   layer->batch = sharding->batch;
   layer->plan = plan;
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
-  status = sw_layer_reserve(layer, &layer->send, plan->send_tokens, elem);
-  if (!status) status = sw_layer_reserve(layer, &layer->receive, plan->receive_tokens, elem);
+  if (layer->cuda) status = sw_pass_cuda_shard(layer);
+  else status = sw_layer_reserve(layer, &layer->send, plan->send_tokens, elem);
+  if (!status && !layer->cuda)
+    status = sw_layer_reserve(layer, &layer->receive, plan->receive_tokens, elem);
   if (!status) status = reserve_messages(layer);
   if (!status && layer->strategy != SWATHE_HALO) status = sw_baseline_shard(layer, sharding);
   if (status) layer->plan = NULL;

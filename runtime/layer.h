@@ -315,6 +315,23 @@ struct sw_key_views {
 struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
                                        size_t elem_bytes, int64_t first);
 
+// ---- pass_cuda.c --------------------------------------------------------------------------------
+
+// Streams, events and memory of a layer on a CUDA device.
+struct sw_pass_cuda;
+// layer->cuda, which is to be destroyed after a failure too.
+enum swathe_status sw_pass_cuda_create(struct swathe_layer *layer);
+void sw_pass_cuda_destroy(struct swathe_layer *layer);
+// After layer->plan and layer->work are made.
+enum swathe_status sw_pass_cuda_shard(struct swathe_layer *layer);
+// Queues forward or backward; the tensors were checked.
+enum swathe_status sw_pass_cuda_run(struct swathe_layer *layer, enum swathe_direction direction,
+                                    const struct swathe_tensors *tensors, void *stream);
+// Of the device.
+size_t sw_pass_cuda_memory_bytes(const struct swathe_layer *layer);
+
+// ---- exchange.c, again --------------------------------------------------------------------------
+
 // One phase of the exchange while units run.
 struct sw_exchange {
   struct swathe_transport *transport;  // NULL: nothing to move

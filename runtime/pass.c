@@ -78,7 +78,7 @@ static enum swathe_status check_call(const struct swathe_layer *layer,
   if (!layer->kernels[direction])
     return sw_fail(SWATHE_BAD_USE, "the layer was made without its %s kernel",
                    sw_context_kernel_name(direction));
-  if (stream) return sw_fail(SWATHE_BAD_USE, "the cpu target takes no stream");
+  if (stream && !layer->cuda) return sw_fail(SWATHE_BAD_USE, "the cpu target takes no stream");
   return check_tensors(layer, tensors, direction == SWATHE_BACKWARD);
 }
 
@@ -220,6 +220,7 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   struct sw_exchange exchange;
   enum swathe_status status = check_call(layer, SWATHE_FORWARD, tensors, stream);
 
+  if (!status && layer->cuda) return sw_pass_cuda_run(layer, SWATHE_FORWARD, tensors, stream);
   if (!status && tensors->max_logits) status = sw_layer_reserve_heads(layer, work->unit_count);
   if (status) return status;
   layer->timing = (struct swathe_timing){ .total_us = 0 };
@@ -388,6 +389,7 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
   enum swathe_status status = check_call(layer, SWATHE_BACKWARD, tensors, stream);
 
+  if (!status && layer->cuda) return sw_pass_cuda_run(layer, SWATHE_BACKWARD, tensors, stream);
   if (!status && layer->strategy == SWATHE_A2A)
     return sw_baseline_heads_pass(layer, SWATHE_BACKWARD, tensors);
   if (!status) status = reserve_backward(layer);

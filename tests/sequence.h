@@ -34,16 +34,17 @@ struct sequence {
 };
 
 // Inputs near N(0,1), the same for the same seed; q is multiplied by `gain`.  With a dtype of 16
-// bits, q, k, v and dout are values that it holds.  Of the sharding only batch, tokens and documents
-// matter here; its document arrays are borrowed until sequence_free.
+// bits, q, k, v and dout are values that it holds.  Of the sharding only batch, tokens and
+// documents matter here; its document arrays are borrowed until sequence_free.
 struct sequence *sequence_make(const struct swathe_problem *problem,
                                const struct swathe_sharding *sharding, uint64_t seed, double gain);
 void sequence_free(struct sequence *sequence);
 
 // Fills `want` from the reference: once, after the test has had its way with `given` and `sink`.
 void sequence_solve(struct sequence *sequence);
-// The same, but with a dtype of 16 bits the gradients follow from `out` rounded to it, which is what
-// a backward pass is given: large scores magnify that rounding, and it is not backward's error.
+// The same, but with a dtype of 16 bits the gradients follow from `out` rounded to it, which is
+// what a backward pass is given: large scores magnify that rounding, and it is not backward's
+// error.
 void sequence_solve_rounded(struct sequence *sequence);
 
 // Index of a token's first element in one of the whole arrays; `elems`: how many it has.
