@@ -27,10 +27,9 @@ local function with(list, flag)
   return longer
 end
 
--- The compiler is told the isa's name itself.
-local function gpu(shared_kib, hopper)
+local function gpu(name, shared_kib, hopper)
   return { most_shared_bytes = shared_kib * 1024, most_registers = 65536, hopper = hopper,
-           flags = {} }
+           flags = { "--gpu-architecture=" .. name } }
 end
 
 return {
@@ -69,14 +68,14 @@ return {
     dtypes = { "bf16", "f16" },
     flags = { "--std=c++17" },
     isas = {
-      sm_80 = gpu(163, 0),
-      sm_86 = gpu(99, 0),
-      sm_89 = gpu(99, 0),
-      sm_90 = gpu(227, 0),
-      sm_90a = gpu(227, 1),
-      sm_100 = gpu(227, 0),
-      sm_103 = gpu(227, 0),
-      sm_120 = gpu(99, 0),
+      sm_80 = gpu("sm_80", 163, 0),
+      sm_86 = gpu("sm_86", 99, 0),
+      sm_89 = gpu("sm_89", 99, 0),
+      sm_90 = gpu("sm_90", 227, 0),
+      sm_90a = gpu("sm_90a", 227, 1),
+      sm_100 = gpu("sm_100", 227, 0),
+      sm_103 = gpu("sm_103", 227, 0),
+      sm_120 = gpu("sm_120", 99, 0),
     },
     order = { "sm_120", "sm_103", "sm_100", "sm_90a", "sm_90", "sm_89", "sm_86", "sm_80" },
   },
