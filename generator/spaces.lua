@@ -107,6 +107,45 @@ function forward_tile.cost(c, knobs)
          (1 + 1 / (knobs.warps * blocks))
 end
 
+-- A key and its value, or a query row and its dout, in shared memory.
+local function pair_bytes(c) return 16 * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) end
+
+-- 1000 times the products made over those of visible pairs, amid a long document, when for `pairs`
+-- pairs `qk` and `v` products over the dims of a key and of a value are made, and they are needed
+-- for each of `seen`, one of them less over the dims of a key where `again`.
+local function products_permille(c, pairs, seen, qk, v, again)
+  local made = qk * padded(c.head_dim_qk) + v * padded(c.head_dim_v)
+  return 1000 * pairs * made // (seen * ((qk - again) * c.head_dim_qk + v * c.head_dim_v))
+end
+
+-- Pairs that a tile of dq multiplies: each warp leaves out the chunks of keys that none of its
+-- queries sees.
+local function dq_pairs(c)
+  local window, chunk, own, chunks = window_keys(c), 16 * c.dq_wide, 16 * c.dq_tall, 0
+  for warp = 0, c.dq_warps - 1 do
+    local first = warp * own // c.dq_pack
+    local last = math.min((warp * own + own - 1) // c.dq_pack, c.dq_tokens - 1)
+    if first <= last then
+      chunks = chunks + (last + window - 1) // chunk - first // chunk + 1
+    end
+  end
+  return chunks * chunk * own
+end
+
+-- Pairs that a tile of dkv multiplies, likewise: its chunks of query rows begin anew in each step.
+local function dkv_pairs(c)
+  local window, chunk, own, chunks = window_keys(c), 16 * c.dkv_wide, 16 * c.dkv_tall, 0
+  local step = c.dkv_tokens
+  local step_chunks = (step * c.dkv_pack + chunk - 1) // chunk
+  for warp = 0, c.dkv_warps - 1 do
+    local first, last = warp * own, warp * own + own - 1 + window - 1
+    chunks = chunks + last // step * step_chunks +
+             (last % step * c.dkv_pack + c.dkv_pack - 1) // chunk -
+             (first // step * step_chunks + first % step * c.dkv_pack // chunk) + 1
+  end
+  return chunks * chunk * own * (c.gqa // c.dkv_pack)
+end
+
 return {
   cpu = {
 
@@ -416,5 +455,151 @@ return {
       end,
     },
 
+    backward = {
+      summary = "gradients of queries, and of the keys and values of their window",
+      fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
+                "window_right", "f16", "sinks", "softcap" },
+      tune = {
+        { "dq_pack",    { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
+                                             "query heads of one key head in a tile of dq" },
+        { "dq_warps",   { 2, 4, 8 },         "warps of a block of dq" },
+        { "dq_tall",    { 1, 2 },            "times 16 query rows that a warp owns" },
+        { "dq_wide",    { 1, 2 },            "times 16 keys that it multiplies with" },
+        { "dq_keys",    { 16, 32, 64, 128 }, "keys of a step of dq" },
+        { "dq_stages",  { 2, 3 },            "steps of dq in shared memory" },
+        { "dq_hold",    { 0, 1 },            "whether q and dout stay in registers" },
+        { "dq_blocks",  { 1, 2, 3, 4 },      "blocks of dq that a multiprocessor shall hold" },
+        { "dkv_pack",   { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
+                                             "query heads of one key head in a step of dkv" },
+        { "dkv_warps",  { 2, 4, 8 },         "warps of a block of dkv" },
+        { "dkv_tall",   { 1, 2 },            "times 16 keys that a warp owns" },
+        { "dkv_wide",   { 1, 2 },            "times 16 query rows that it multiplies with" },
+        { "dkv_rows",   { 16, 32, 64, 128 }, "query rows of a step of dkv" },
+        { "dkv_stages", { 2, 3 },            "steps of dkv in shared memory" },
+        { "dkv_hold",   { 0, 1 },            "whether k and v stay in registers" },
+        { "dkv_split",  { 0, 1 },            "whether one block makes dk and another dv" },
+        { "dkv_blocks", { 1, 2, 3, 4 },      "blocks of dkv that a multiprocessor shall hold" },
+      },
+      derive = {
+        { "dq_rows",    function(c) return 16 * c.dq_tall * c.dq_warps end,
+          "query rows of a tile of dq" },
+        { "dq_tokens",  function(c) return c.dq_rows // c.dq_pack end,
+          "query positions of a tile of dq" },
+        { "dkv_keys",   function(c) return 16 * c.dkv_tall * c.dkv_warps end,
+          "keys of a tile of dkv" },
+        { "dkv_tokens", function(c) return c.dkv_rows // c.dkv_pack end,
+          "query positions of a step of dkv" },
+        { "dq_shared_bytes",  function(c)
+            return pair_bytes(c) * (c.dq_rows + c.dq_stages * c.dq_keys)
+          end, "shared memory of a block of dq" },
+        { "dkv_shared_bytes", function(c)
+            return pair_bytes(c) * c.dkv_keys + (pair_bytes(c) + 8) * c.dkv_stages * c.dkv_rows
+          end, "shared memory of a block of dkv" },
+        { "dq_registers",     function(c)
+            local qk, v = padded(c.head_dim_qk), padded(c.head_dim_v)
+            return c.dq_tall * (qk // 2 + c.dq_hold * (qk + v) // 4 + 16 * c.dq_wide) + 60
+          end, "registers of a thread of dq, about" },
+        { "dkv_registers",    function(c)
+            local qk, v = padded(c.head_dim_qk), padded(c.head_dim_v)
+            local sums = c.dkv_split == 1 and math.max(qk, v) or qk + v
+            return c.dkv_tall * (sums // 2 + c.dkv_hold * (qk + v) // 4 + 16 * c.dkv_wide) + 60
+          end, "registers of a thread of dkv, about" },
+        { "dq_counted_permille",  function(c)
+            return products_permille(c, dq_pairs(c), c.dq_tokens * c.dq_pack * window_keys(c),
+                                     2, 1, 0)
+          end, "products made over the 3 of a visible pair that dq needs, amid a long document" },
+        { "dkv_counted_permille", function(c)
+            return products_permille(c, dkv_pairs(c), c.dkv_keys * c.gqa * window_keys(c),
+                                     2 + c.dkv_split, 2, c.dkv_split)
+          end, "products made over the 4 of a visible pair that dk and dv need" },
+        { "counted_permille",     function(c)
+            local dq = 2 * c.head_dim_qk + c.head_dim_v
+            local dkv = 2 * (c.head_dim_qk + c.head_dim_v)
+            return (dq * c.dq_counted_permille + dkv * c.dkv_counted_permille) // (dq + dkv)
+          end, "products made over those 7 of each visible pair" },
+      },
+      require = {
+        { "a tile's heads divide the GQA ratio", function(c)
+            return c.gqa % c.dq_pack == 0 end },
+        { "a tile of dq holds at least one query position", function(c)
+            return c.dq_tokens >= 1 end },
+        { "a step of dq is a whole number of chunks", function(c)
+            return c.dq_keys % (16 * c.dq_wide) == 0 end },
+        { "a block of dq fits the shared memory", function(c)
+            return c.dq_shared_bytes <= c.most_shared_bytes end },
+        { "a step's heads divide the GQA ratio", function(c)
+            return c.gqa % c.dkv_pack == 0 end },
+        { "a step of dkv holds at least one query position", function(c)
+            return c.dkv_tokens >= 1 end },
+        { "a step of dkv is a whole number of chunks", function(c)
+            return c.dkv_rows % (16 * c.dkv_wide) == 0 end },
+        { "a block of dkv fits the shared memory", function(c)
+            return c.dkv_shared_bytes <= c.most_shared_bytes end },
+        { "a thread has its least registers in as many blocks", function(c)
+            return c.dq_blocks * c.dq_warps * 32 * 64 <= c.most_registers and
+                   c.dkv_blocks * c.dkv_warps * 32 * 64 <= c.most_registers
+          end },
+      },
+      prefer = {
+        { "dq keeps its sums in registers", function(c)
+            return math.max(c.dq_registers, 64) <= 255 and
+                   c.dq_registers * 32 * c.dq_warps * c.dq_blocks <= c.most_registers
+          end },
+        { "dkv keeps its sums in registers", function(c)
+            return c.dkv_registers <= 255 and
+                   c.dkv_registers * 32 * c.dkv_warps * c.dkv_blocks <= c.most_registers
+          end },
+        { "the blocks of a multiprocessor fit its shared memory", function(c)
+            return c.dq_blocks * (c.dq_shared_bytes + 1024) <= c.most_shared_bytes + 1024 and
+                   c.dkv_blocks * (c.dkv_shared_bytes + 1024) <= c.most_shared_bytes + 1024
+          end },
+        { "at most an eighth of the rows idles", function(c)
+            return 8 * (c.dq_rows - c.dq_tokens * c.dq_pack) <= c.dq_rows and
+                   8 * (c.dkv_rows - c.dkv_tokens * c.dkv_pack) <= c.dkv_rows
+          end },
+        { "dk and dv come from one block where it can hold them", function(c)
+            return c.dkv_split == 0 or c.head_dim_qk + c.head_dim_v > 320
+          end },
+        { "at most twice the multiplications needed are made", function(c)
+            return c.counted_permille <= 2000 or window_keys(c) < 32
+          end },
+      },
+      default = function(c)
+        local dims = padded(c.head_dim_qk) + padded(c.head_dim_v)
+        local narrow = window_keys(c) <= 256
+        -- the most heads that fill a tile's rows; of a step of dkv, exactly
+        local dq_pack, dkv_pack = 1, 1
+        for _, heads in ipairs { 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16 } do
+          if c.gqa % heads == 0 then
+            dq_pack = heads
+            if 16 % heads == 0 and dims <= 256 then dkv_pack = heads end   -- else for registers
+          end
+        end
+        local step = dims <= 160 and 64 or dims <= 256 and 32 or 16
+        local tall = dims <= 160 and (dq_pack >= 4 or not narrow) and 2 or 1
+        local dq_warps, dkv_warps = 4, narrow and 4 or dims <= 160 and 8 or 4
+        while pair_bytes(c) * (16 * tall * dq_warps + 2 * step) > c.most_shared_bytes do
+          dq_warps = dq_warps // 2
+        end
+        while pair_bytes(c) * (16 * dkv_warps + 2 * step) + 16 * step > c.most_shared_bytes do
+          dkv_warps = dkv_warps // 2
+        end
+        return { dq_pack = dq_pack, dq_warps = dq_warps, dq_tall = tall, dq_wide = 1,
+                 dq_keys = step, dq_stages = 2, dq_hold = dims <= 256 and 1 or 0, dq_blocks = 1,
+                 dkv_pack = dkv_pack, dkv_warps = dkv_warps, dkv_tall = 1, dkv_wide = 1,
+                 dkv_rows = step, dkv_stages = 2, dkv_hold = dims <= 160 and 1 or 0,
+                 dkv_split = dims > 352 and 1 or 0, dkv_blocks = 1 }
+      end,
+    },
+
+    copies = {
+      summary = "keys into messages, gaps filled, sums made wide again, heads' values combined",
+      fixed = { "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
+                "window_right", "f16" },
+      tune = {},
+      require = {},
+      prefer = {},
+      default = function() return {} end,
+    },
   },
 }

@@ -126,8 +126,6 @@ struct sw_cuda_launch {
 // block works on: the grid is
 //   x  batch * entries    item = b * entries + entry, all heads    (gather: the sums)
 
-// gather: sw_gather_args, where terms hold addresses.
-
 // pack: rows of the rank's keys and values, to where messages hold them.
 struct sw_segment {
   sw_int64 row, tokens;               // rows [row, row + tokens) of k and v go

@@ -41,6 +41,11 @@ DEVICE void copy_async(unsigned to, const void *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :: "r"(to), "l"(from), "r"(bytes) : "memory");
 }
+// 4 bytes likewise: those at `from`, or 0 where there are none.
+DEVICE void copy_async_word(unsigned to, const void *from, bool some) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :: "r"(to), "l"(from), "r"(some ? 4 : 0) : "memory");
+}
 // Closes the group of the copies this thread asked for since the last.
 DEVICE void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most the last `groups` groups of this thread are under way; a constant.
@@ -79,6 +84,10 @@ DEVICE float load_shared_float(unsigned from) {
   return x;
 }
 
+DEVICE void load_shared_floats(float x[2], unsigned from) {   // a multiple of 8
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x[0]), "=f"(x[1]) : "r"(from) : "memory");
+}
+
 DEVICE bool is_aligned(const void *p) { return ((unsigned long long)p & 15) == 0; }
 
 DEVICE void store_global(void *to, struct chunk c) {   // aligned
@@ -98,6 +107,14 @@ DEVICE struct chunk load_elements(const elem *from, int count) {
 #pragma unroll
   for (int i = 0; i < 8; i++)
     if (i < count) c.word[i / 2] |= (unsigned)from[i] << 16 * (i % 2);
+  return c;
+}
+// The same of what no block of this launch writes, in one load where it is aligned.
+DEVICE struct chunk load_global(const elem *from, int count) {
+  if (count < 8 || !is_aligned(from)) return load_elements(from, count);
+  struct chunk c;
+  asm("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(c.word[0]), "=r"(c.word[1]), "=r"(c.word[2]), "=r"(c.word[3]) : "l"(from));
   return c;
 }
 // Writes the first `count` of them and nothing behind.
@@ -153,6 +170,11 @@ DEVICE unsigned join(float first, float second) {
   return both;
 }
 DEVICE elem narrow(float x) { return (elem)join(x, 0); }
+DEVICE elem narrow_bf16(float x) {     // whatever the elements are
+  unsigned both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(0.0f), "f"(x));
+  return (elem)both;
+}
 
 DEVICE float widen(elem x) {
 //@ if F16 == 1 then
