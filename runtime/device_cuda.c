@@ -64,8 +64,8 @@ typedef unsigned long long device_pointer;
     (device_pointer to, const void *from, size_t bytes, void *stream))                             \
   X(read, "cuMemcpyDtoHAsync_v2", (void *to, device_pointer from, size_t bytes, void *stream))     \
   X(read_now, "cuMemcpyDtoH_v2", (void *to, device_pointer from, size_t bytes))                    \
-  X(clear, "cuMemsetD8Async",                                                                      \
-    (device_pointer to, unsigned char value, size_t bytes, void *stream))                          \
+  X(fill, "cuMemsetD32Async",                                                                      \
+    (device_pointer to, unsigned value, size_t count, void *stream))                               \
   X(stream_create, "cuStreamCreateWithPriority", (void **stream, unsigned flags, int priority))    \
   X(stream_destroy, "cuStreamDestroy_v2", (void *stream))                                          \
   X(stream_synchronize, "cuStreamSynchronize", (void *stream))                                     \
@@ -411,12 +411,12 @@ enum swathe_status sw_device_cuda_read(struct sw_device_cuda *device, void *to, 
                "a copy from the device failed");
 }
 
-enum swathe_status sw_device_cuda_clear(struct sw_device_cuda *device, void *memory, size_t bytes,
-                                        void *stream)
+enum swathe_status sw_device_cuda_fill(struct sw_device_cuda *device, void *memory, uint32_t value,
+                                       size_t count, void *stream)
 {
-  if (!bytes) return SWATHE_OK;
-  return check(device, driver.clear(address_of(memory), 0, bytes, stream),
-               "memory cannot be cleared");
+  if (!count) return SWATHE_OK;
+  return check(device, driver.fill(address_of(memory), value, count, stream),
+               "memory cannot be filled");
 }
 
 // ---- Streams and events ------------------------------------------------------------------------

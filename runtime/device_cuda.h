@@ -61,8 +61,9 @@ enum swathe_status sw_device_cuda_write(struct sw_device_cuda *device, void *to,
                                         size_t bytes, void *stream);
 enum swathe_status sw_device_cuda_read(struct sw_device_cuda *device, void *to, const void *from,
                                        size_t bytes, void *stream);
-enum swathe_status sw_device_cuda_clear(struct sw_device_cuda *device, void *memory, size_t bytes,
-                                        void *stream);
+// `count` words of 32 bits get `value`.
+enum swathe_status sw_device_cuda_fill(struct sw_device_cuda *device, void *memory, uint32_t value,
+                                       size_t count, void *stream);
 
 // ---- Streams and events ------------------------------------------------------------------------
 

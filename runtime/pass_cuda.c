@@ -802,9 +802,10 @@ static enum swathe_status refuse_capture(const struct call *call)
 
 // ---- Forward ------------------------------------------------------------------------------------
 
+static const uint32_t minus_infinity = 0xff800000u;
+
 static enum swathe_status fill_forward_gaps(struct call *call)
 {
-  static const unsigned minus_infinity = 0xff800000u;
   const struct swathe_problem *p = &call->layer->problem;
   enum swathe_status status = launch_fill(call, &call->tensors->out, p->q_heads, p->head_dim_v,
                                           sw_problem_elem_bytes(p), 0);
@@ -840,6 +841,12 @@ static enum swathe_status queue_forward(struct call *call)
   float *max_logits = call->tensors->max_logits;
   enum swathe_status status = fill_forward_gaps(call);
 
+  // what the kernel raises to each unit's largest score
+  if (!status && max_logits)
+    status = sw_device_cuda_fill(call->pass->device, call->pass->head_sums.data, minus_infinity,
+                                 (size_t)(work->unit_count * call->layer->batch) *
+                                     (size_t)call->layer->problem.q_heads,
+                                 call->stream);
   if (!status) status = exchange_keys(call, work->edge_units, work->unit_count);
   if (!status) status = launch_units(call, SW_CUDA_FORWARD, 0, work->edge_units);
   if (!status && max_logits) status = launch_combine(call, max_logits, true);
