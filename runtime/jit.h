@@ -28,7 +28,7 @@ struct sw_jit_request {
   const char *name;    // for words and the entry's header: "forward"
   const char *source;  // C or CUDA C text
   const char *flags;   // separated by single spaces, as the generator gave them
-  const char *isa;     // of NVRTC the architecture, which needs no flag
+  const char *isa;     // the flags say it, too
   enum sw_jit_compiler compiler;
 };
 

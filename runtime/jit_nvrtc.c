@@ -257,11 +257,8 @@ static enum swathe_status compile(struct sw_jit_nvrtc_run *run)
 {
   const struct sw_jit_nvrtc *nvrtc = run->nvrtc;
   const char *options[WORDS] = { NULL };
-  char architecture[64];
   program made = NULL;
   int count = 0;
-  snprintf(architecture, sizeof architecture, "--gpu-architecture=%s", run->isa);
-  options[count++] = architecture;
   options[count++] = "--ptxas-options=-v";
   char *rest = run->flags;
   for (char *word; count < WORDS && (word = strtok_r(rest, " ", &rest)) != NULL;)
