@@ -118,6 +118,15 @@ local function products_permille(c, pairs, seen, qk, v, again)
   return 1000 * pairs * made // (seen * ((qk - again) * c.head_dim_qk + v * c.head_dim_v))
 end
 
+-- The most heads of one key head that leave less than one part in `parts` of a tile's rows idle.
+local function most_heads(c, rows, parts)
+  local most = 1
+  for heads = 2, 16 do
+    if c.gqa % heads == 0 and parts * (rows % heads) < rows then most = heads end
+  end
+  return most
+end
+
 -- Pairs that a tile of dq multiplies: each warp leaves out the chunks of keys that none of its
 -- queries sees.
 local function dq_pairs(c)
@@ -542,26 +551,49 @@ return {
       },
       prefer = {
         { "dq keeps its sums in registers", function(c)
-            return math.max(c.dq_registers, 64) <= 255 and
+            return c.dq_registers <= 255 and
                    c.dq_registers * 32 * c.dq_warps * c.dq_blocks <= c.most_registers
+          end },
+        { "q and dout stay in registers where there is room", function(c)
+            local held = c.dq_tall * (padded(c.head_dim_qk) + padded(c.head_dim_v)) // 4
+            return c.dq_hold == 1 or c.dq_registers + held > 255
           end },
         { "dkv keeps its sums in registers", function(c)
             return c.dkv_registers <= 255 and
                    c.dkv_registers * 32 * c.dkv_warps * c.dkv_blocks <= c.most_registers
           end },
+        { "k and v stay in registers where there is room", function(c)
+            local held = c.dkv_tall * (padded(c.head_dim_qk) + padded(c.head_dim_v)) // 4
+            return c.dkv_hold == 1 or c.dkv_registers + held > 255
+          end },
         { "the blocks of a multiprocessor fit its shared memory", function(c)
             return c.dq_blocks * (c.dq_shared_bytes + 1024) <= c.most_shared_bytes + 1024 and
                    c.dkv_blocks * (c.dkv_shared_bytes + 1024) <= c.most_shared_bytes + 1024
           end },
-        { "at most an eighth of the rows idles", function(c)
+        { "a multiprocessor has at least eight warps of dq", function(c)
+            return c.dq_blocks * c.dq_warps >= 8 or
+                   c.dq_registers * 32 * c.dq_warps * (c.dq_blocks + 1) > c.most_registers
+          end },
+        { "and eight of dkv", function(c)
+            return c.dkv_blocks * c.dkv_warps >= 8 or
+                   c.dkv_registers * 32 * c.dkv_warps * (c.dkv_blocks + 1) > c.most_registers
+          end },
+        { "two steps hide a load, multiplied by sixteens", function(c)
+            return c.dq_stages == 2 and c.dkv_stages == 2 and c.dq_wide == 1 and c.dkv_wide == 1
+          end },
+        { "all rows of dq but an eighth hold a query, and so do all of dkv", function(c)
             return 8 * (c.dq_rows - c.dq_tokens * c.dq_pack) <= c.dq_rows and
-                   8 * (c.dkv_rows - c.dkv_tokens * c.dkv_pack) <= c.dkv_rows
+                   c.dkv_rows == c.dkv_tokens * c.dkv_pack
+          end },
+        { "heads share tiles as far as they can, or not at all", function(c)
+            return (c.dq_pack == 1 or c.dq_pack == most_heads(c, c.dq_rows, 8)) and
+                   (c.dkv_pack == 1 or c.dkv_pack == most_heads(c, c.dkv_rows, c.dkv_rows))
           end },
         { "dk and dv come from one block where it can hold them", function(c)
             return c.dkv_split == 0 or c.head_dim_qk + c.head_dim_v > 320
           end },
-        { "at most twice the multiplications needed are made", function(c)
-            return c.counted_permille <= 2000 or window_keys(c) < 32
+        { "at most a third more is computed than visible pairs need", function(c)
+            return window_keys(c) < 96 or c.counted_permille <= 1333
           end },
       },
       default = function(c)
