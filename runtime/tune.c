@@ -228,6 +228,7 @@ static void start_building(struct tuning *tuning, struct building *building)
       .source = building->source.text,
       .flags = building->source.flags,
       .isa = tuning->aim.isa,
+      .compiler = sw_context_compiler(&tuning->aim),
     };
     status = sw_jit_job_start(tuning->context->jit, &request, &building->job);
   }
@@ -299,11 +300,24 @@ static enum swathe_status put_pick(struct tuning *tuning, bool complete)
 
 // ---- The search's operations ------------------------------------------------------------------
 
-static enum swathe_status check_built(struct tuning *tuning, const struct building *building,
+// Whether a CUDA kernel spills or is over a limit, as the binary in the cache says; the words why.
+static bool is_refused(struct tuning *tuning, struct building *building)
+{
+  struct swathe_compiled compiled;
+  if (!tuning->aim.cuda || building->failed ||
+      swathe_compile(tuning->context, tuning->problem, tuning->direction, tuning->aim.isa,
+                     building->config, &compiled))
+    return false;
+  snprintf(building->words, sizeof building->words, "not tried: %s", compiled.refused);
+  return *compiled.refused;
+}
+
+static enum swathe_status check_built(struct tuning *tuning, struct building *building,
                                       int64_t candidate, enum sw_verdict *verdict)
 {
   char words[SW_TRIAL_WORDS];
-  if (building->failed) {
+  // the default, candidate 0, is tried in any case: everything is measured beside it
+  if (building->failed || (candidate > 0 && is_refused(tuning, building))) {
     *verdict = SW_VERDICT_COMPILE;
     return put_failure(tuning, candidate, *verdict, building->words);
   }

@@ -261,7 +261,7 @@ static void prints_one_json_document(void **state)
     { "compile --json " TINY, 0, "\"cached\": false" },
     { "compile --json " TINY, 0, "\"cached\": true" },
     { "compile forward --json --space --most 2 " TINY, 0, "\"fit\": 2" },
-    { "compile --json --space --budget 1e-9 --most 2 " TINY, 0, "\"untried\": 2" },
+    { "compile --json --space --budget 1e-9 --most 2 " TINY, 0, "\"untried\": 4" },
     { "run --json --check --ranks 3 " TINY, 0, "\"passed\": true" },
     // 46 halo tokens * 2 heads * (16 + 16) * 4 bytes, and half of that homewards
     { "run --json --check --halo-gradient bf16 --ranks 3 " TINY, 0, "\"gradient_bytes\": 5888" },
@@ -331,6 +331,57 @@ static void kernels_are_emitted_for_other_processors(void **state)
     expect(command, 0, banner, NULL);
   }
   expect("emit forward --isa pdp11 " TINY, 2, NULL, "'pdp11'");
+}
+
+// A number of a JSON text, by its name.
+static double number_of(const char *json, const char *name)
+{
+  char wanted[64];
+  snprintf(wanted, sizeof wanted, "\"%s\": ", name);
+  const char *at = strstr(json, wanted);
+  if (!at) fail_msg("no %s in:\n%s", wanted, json);
+  return strtod(at + strlen(wanted), NULL);
+}
+
+// Without a driver and without a GPU: what kernels use, and how much more they do than is asked for.
+static void kernels_are_compiled_for_gpus(void **state)
+{
+  static const struct { const char *kernel; double most_work; } rows[] = {
+    { "forward", 1.2 }, { "backward", 1.3 },
+  };
+  char words[256];
+  (void)state;
+  struct outcome doctor = run_prefixed("", "doctor");
+  const char *compiler = strstr(doctor.out, "cuda compiler ");
+  assert_non_null(compiler);
+  const bool absent = strspn(compiler + strlen("cuda compiler "), " ") ==
+                      strcspn(compiler + strlen("cuda compiler "), "a");
+  release(&doctor);
+  if (absent) {
+    print_message("kernels_are_compiled_for_gpus: skipped, there is no NVRTC\n");
+    skip();
+  }
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+    snprintf(words, sizeof words,
+             "compile %s --json --target cuda --arch sm_90a --model gpt-oss-20b", rows[i].kernel);
+    for (int again = 0; again < 2; again++) {
+      expect_json(words, 0, again ? "\"cached\": true" : "\"cached\": false");
+      struct outcome outcome = run_prefixed("", words);
+      const double work = number_of(outcome.out, "counted_ratio");
+      assert_true(work >= 1 && work <= rows[i].most_work);
+      assert_in_range(number_of(outcome.out, "registers"), 16, 255);
+      assert_in_range(number_of(outcome.out, "threads"), 32, 1024);
+      assert_true(number_of(outcome.out, "spill_bytes") == 0);
+      assert_non_null(strstr(outcome.out, "\"refused\": null"));
+      release(&outcome);
+    }
+  }
+  expect("compile forward --target cuda --dtype bf16 --arch sm_80,sm_100 --window 128", 0,
+         "forward for sm_100\n", NULL);
+  expect("compile forward --space --most 1 --target cuda --dtype bf16 --arch sm_80,sm_100 "
+         "--window 128", 0, "\n2 fit, 0 refused, 0 failed, 0 not compiled", NULL);
+  expect_json("compile --target cuda --arch sm_80 --dtype f32 --json", 1, "\"error\": ");
+  expect("emit backward --target cuda --arch sm_103 --dtype f16", 0, "--arch sm_103 ", NULL);
 }
 
 // ---- Files --------------------------------------------------------------------------------------
@@ -560,6 +611,7 @@ int main(void)
     cmocka_unit_test(plans_a_known_model),
     cmocka_unit_test(the_banner_makes_the_same_source),
     cmocka_unit_test(kernels_are_emitted_for_other_processors),
+    cmocka_unit_test(kernels_are_compiled_for_gpus),
     cmocka_unit_test(replays_files_over_any_ranks),
     cmocka_unit_test(keeps_the_number_of_axes),
     cmocka_unit_test(refuses_files_that_do_not_fit),

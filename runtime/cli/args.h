@@ -51,7 +51,7 @@
   X(CONFIG, "config", "TEXT", VERB,                                                                \
     "a point of the kernel's space, NAME=VALUE,...; default what a layer would use")               \
   X(SPACE, "space", NULL, VERB, "every config of the kernel's space")                              \
-  X(MOST, "most", "N", VERB, "at most N configs of the space, the first ones")                     \
+  X(MOST, "most", "N", VERB, "at most N configs of each space, the first ones")                    \
   X(OUTPUT, "output", "FILE", VERB, "write to FILE instead of stdout")                             \
   X(MESSAGES, "messages", NULL, VERB, "also list every message of the exchange")                   \
   X(Q, "q", "FILE", VERB,                                                                          \

@@ -28,7 +28,7 @@ struct candidate {
 struct walk {
   const struct cli_given *given;
   struct candidate *candidates;
-  int64_t count, capacity, most;
+  int64_t count, capacity, limit;    // limit: what count may come to in the space that is listed
   bool no_memory;
   enum swathe_direction direction;   // of the space that is being listed
   const char *isa;
@@ -42,7 +42,7 @@ struct walk {
 static bool list_config(void *arg, const char *config)
 {
   struct walk *walk = arg;
-  if (walk->count == walk->most) return false;
+  if (walk->count == walk->limit) return false;
   if (walk->count == walk->capacity) {
     const int64_t capacity = walk->capacity ? 2 * walk->capacity : 256;
     void *grown = realloc(walk->candidates, (size_t)capacity * sizeof *walk->candidates);
@@ -71,13 +71,15 @@ static void note_rule(void *arg, const char *rule, int64_t points)
 }
 
 static enum cli_exit list_candidates(struct walk *walk, const bool wanted[2],
-                                     const char *const *isas, int32_t isa_count, bool exhaustive)
+                                     const char *const *isas, int32_t isa_count, int64_t most,
+                                     bool exhaustive)
 {
   for (int32_t i = 0; i < isa_count; i++)
     for (int d = 0; d < 2; d++) {
       if (!wanted[d]) continue;
       walk->direction = (enum swathe_direction)d;
       walk->isa = isas[i];
+      walk->limit = most > INT64_MAX - walk->count ? INT64_MAX : walk->count + most;
       const enum swathe_status status =
           swathe_configs(walk->given->context, &walk->given->problem, walk->direction, walk->isa,
                          exhaustive, list_config, note_rule, walk);
@@ -230,16 +232,16 @@ static enum cli_exit judge(const struct walk *walk, const struct totals *totals)
 enum cli_exit cli_compile_space(const struct cli_args *args, const struct cli_given *given,
                                 const bool wanted[2], const char *const *isas, int32_t isa_count)
 {
-  struct walk walk = { .given = given, .most = INT64_MAX };
+  struct walk walk = { .given = given };
+  int64_t most = INT64_MAX;
   double budget_s = default_budget_s;
-  enum cli_exit code = cli_args_integer(args, CLI_MOST, 1, INT64_MAX, &walk.most);
+  enum cli_exit code = cli_args_integer(args, CLI_MOST, 1, INT64_MAX, &most);
 
   if (!code) code = cli_args_real(args, CLI_BUDGET, &budget_s);
   if (!code && !(budget_s > 0)) code = cli_fail(CLI_BAD_USE, "--budget: more than 0 seconds");
   if (code) return code;
   walk.rules = json_array();
-  code =
-      list_candidates(&walk, wanted, isas, isa_count, args->value[CLI_EXHAUSTIVE] != NULL);
+  code = list_candidates(&walk, wanted, isas, isa_count, most, args->value[CLI_EXHAUSTIVE] != NULL);
   if (!code) {
     walk.end_s = now_s() + budget_s;
     compile_all(&walk, given->threads ? given->threads : cli_given_processors());
