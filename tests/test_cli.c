@@ -343,7 +343,7 @@ static double number_of(const char *json, const char *name)
   return strtod(at + strlen(wanted), NULL);
 }
 
-// Without a driver and without a GPU: what kernels use, and how much more they do than is asked for.
+// Without a driver or a GPU: what kernels use, and how much more they do than is asked for.
 static void kernels_are_compiled_for_gpus(void **state)
 {
   static const struct { const char *kernel; double most_work; } rows[] = {
