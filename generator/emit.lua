@@ -218,6 +218,10 @@ end
 function emit.source(request, text)
   local found, why, status = look_up(request)
   if not found then return nil, why, status end
+  if found.declared.template == false then
+    return nil, ("%s is no kernel: its knobs are the library's own, nothing is emitted"):format(
+      request.kernel), "BAD_USE"
+  end
   local config, c = space.check(found.declared, found.known, text)
   if not config then return nil, c, "BAD_CONFIG" end
 

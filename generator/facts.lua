@@ -2,8 +2,8 @@
 -- requires nothing.
 --
 -- Rules and derived sizes read these in lower case (c.gqa), kernels as constants in upper case
--- (GQA). What is not here (ranks, layout, tokens, the scale, how many heads there are in all)
--- reaches a kernel as an argument or not at all, so it cannot change a kernel's text.
+-- (GQA). What no kernel fixes (ranks, layout, tokens, the scale, how many heads there are in all)
+-- reaches it as an argument or not at all, so it cannot change a kernel's text.
 
 local unlimited = math.maxinteger
 
@@ -50,6 +50,17 @@ return {
     { name = "softcap", note = "whether scores pass through cap * tanh(score / cap)",
       value = function(p) return flag(p.softcap > 0) end,
       text = function(c) return ("softcap=%d"):format(c.softcap) end },
+    -- for the exchange only, which is no kernel
+    { name = "ranks", note = "ranks of the group", value = function(p) return p.ranks end },
+    { name = "halo_tokens", note = "most tokens that one end of a span needs",
+      value = function(p)
+        local window = math.max(p.window_left, p.window_right)
+        return math.min(window, p.tokens_per_rank * math.max(0, p.ranks - 1))
+      end },
+    { name = "token_bytes", note = "keys and values of a token, all heads",
+      value = function(p)
+        return p.kv_heads * (p.head_dim_qk + p.head_dim_v) * (p.dtype == "f32" and 4 or 2)
+      end },
   },
   isa = {
     { name = "lanes", note = "floats in a vector" },

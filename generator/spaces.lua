@@ -1,6 +1,8 @@
 -- spaces.lua: everything swathe may choose, on one page.  Data only; requires nothing.
 --
--- One entry per target and kernel; its template is templates/<target>/<kernel>.c or .cu.  An entry
+-- One entry per target and kernel; its template is templates/<target>/<kernel>.c or .cu.  The
+-- exchange is an entry without a template (`template = false`): runtime/exchange.c goes by its
+-- knobs.  An entry
 -- holds
 --   summary   what the kernel does, in a few words
 --   fixed     the facts of a problem (facts.lua) that it depends on
@@ -155,8 +157,62 @@ local function dkv_pairs(c)
   return chunks * chunk * own * (c.gqa // c.dkv_pack)
 end
 
+-- How keys, and sums on their way home, travel: the same on all ranks of a group.  A target whose
+-- passes move a halo in one way only says so by `knobs` of one value each.
+local function exchange(knobs)
+  return {
+    summary = "how the halo travels beside the work",
+    template = false,
+    fixed = { "ranks", "halo_tokens", "token_bytes" },
+    tune = {
+      { "overlap",  knobs.overlap,
+        "0: wait at once, 1: units without halo meanwhile, 2: then each as its keys come" },
+      { "chunks",   knobs.chunks,   "messages a peer's keys are cut into, nearest first" },
+      { "together", knobs.together, "whether K and V travel in one message" },
+      { "order",    knobs.order,    "0: peer by peer, 1: the nearest chunks of all peers first" },
+      { "poll",     knobs.poll,     "items between two looks at the messages" },
+      { "progress", knobs.progress,
+        "us that a thread beside the work sleeps between its looks; 0: no thread" },
+    },
+    derive = {
+      { "chunk_bytes", function(c) return c.halo_tokens * c.token_bytes // c.chunks end,
+        "of a message, at the most" },
+    },
+    require = {},
+    prefer = {
+      { "one rank has nothing to exchange", function(c)
+          return c.ranks > 1 or c.overlap == 1 and c.chunks == 1 and c.together == 1 and
+                 c.order == 0 and c.poll == 1 and c.progress == 0
+        end },
+      { "chunks are for units that begin as theirs come", function(c)
+          return c.chunks == 1 or c.overlap == 2
+        end },
+      { "a chunk has 32 KiB at least", function(c)
+          return c.chunks == 1 or c.chunk_bytes >= 32768
+        end },
+      { "peers take turns where there are chunks", function(c)
+          return c.order == 0 or c.chunks > 1
+        end },
+      { "who waits at once needs no looks in between", function(c)
+          return c.overlap > 0 or c.poll == 1 and c.progress == 0
+        end },
+      { "who has a thread looks seldom itself", function(c)
+          return c.progress == 0 or c.poll == knobs.poll[#knobs.poll]
+        end },
+    },
+    default = function()
+      return { overlap = 1, chunks = 1, together = 1, order = 0, poll = 1, progress = 0 }
+    end,
+  }
+end
+
 return {
   cpu = {
+
+    exchange = exchange {
+      overlap = { 0, 1, 2 }, chunks = { 1, 2, 4, 8 }, together = { 0, 1 }, order = { 0, 1 },
+      poll = { 1, 4 }, progress = { 0, 50, 200 },
+    },
 
     forward = {
       summary = "queries against the keys of their window: out and lse",

@@ -395,7 +395,7 @@ static enum swathe_status post_round(struct swathe_layer *layer, int32_t *posted
     if (receive.moves) {
       const size_t bytes = block_bytes(layer, receive.owner);
       messages[count++] = (struct sw_transport_message){
-        block_of(layer, w, baseline->round, receive.owner), bytes, receive.peer, false
+        block_of(layer, w, baseline->round, receive.owner), bytes, receive.peer, false, NULL
       };
       layer->timing.received_bytes += (int64_t)bytes;
     }
@@ -407,7 +407,7 @@ static enum swathe_status post_round(struct swathe_layer *layer, int32_t *posted
         memset(block, 0, bytes);
         add_own(layer, block, send.owner);
       }
-      messages[count++] = (struct sw_transport_message){ block, bytes, send.peer, true };
+      messages[count++] = (struct sw_transport_message){ block, bytes, send.peer, true, NULL };
       layer->timing.sent_bytes += (int64_t)bytes;
     }
   }
@@ -445,7 +445,7 @@ static enum swathe_status next_round(struct swathe_layer *layer, struct sw_excha
 
 void sw_baseline_progress(struct sw_exchange *exchange)
 {
-  struct swathe_layer *layer = exchange->rounds;
+  struct swathe_layer *layer = exchange->layer;
   bool arrived = false;
   exchange->status = layer->transport->operations->test(layer->transport, &arrived);
   if (exchange->status || !arrived) return;
@@ -476,7 +476,8 @@ static enum swathe_status begin_travel(struct swathe_layer *layer, enum travel t
   baseline->elem_bytes = elem_bytes;
   baseline->round = 0;
   exchange->transport = layer->transport;
-  exchange->rounds = layer;
+  exchange->layer = layer;
+  exchange->rounds = true;
   return next_round(layer, exchange);
 }
 

@@ -77,7 +77,7 @@ size_t sw_baseline_heads_memory_bytes(const struct swathe_layer *layer)
 static enum swathe_status make_inner(struct swathe_layer *layer, struct sw_baseline_heads *heads)
 {
   const int32_t ranks = sw_layer_ranks(layer);
-  const char *const configs[2] = { layer->choices[0].config, layer->choices[1].config };
+  const char *const configs[SW_CONFIGS] = { layer->choices[0].config, layer->choices[1].config };
   struct swathe_problem problem = layer->problem;
   unsigned directions = 0;
   enum swathe_status status;
@@ -273,7 +273,8 @@ static enum swathe_status exchange_round(struct swathe_layer *layer, const struc
     const size_t bytes = from_stage ? mine : theirs;
     if (!bytes) continue;
     messages[posted++] =
-        (struct sw_transport_message){ from_stage ? staged : dealt, bytes, peer, send };
+        (struct sw_transport_message){ from_stage ? staged : dealt, bytes, peer, send,
+                                       NULL };
     if (send) layer->timing.sent_bytes += (int64_t)bytes;
     else layer->timing.received_bytes += (int64_t)bytes;
   }

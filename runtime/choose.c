@@ -27,7 +27,8 @@ struct ladder {
   struct swathe_context *context;
   const struct swathe_problem *problem;
   const struct sw_gen_request *request;
-  const struct sw_aim *aim;
+  const struct sw_db_environment *environment;
+  bool required;          // as the context's mode says
   struct sw_choice *choice;
   char passed_over[160];  // why the last better row did not serve
   bool found;
@@ -90,19 +91,17 @@ static enum swathe_status climb(struct ladder *ladder)
 {
   struct swathe_context *context = ladder->context;
   struct sw_choice *choice = ladder->choice;
-  struct sw_db_environment environment;
   enum swathe_status status;
 
-  sw_context_environment(context, ladder->aim, &environment);
   if (context->db) {
-    status = sw_db_find(context->db, ladder->problem, ladder->request->kernel, &environment,
-                        consider, ladder);
+    status = sw_db_find(context->db, ladder->problem, ladder->request->kernel,
+                        ladder->environment, consider, ladder);
     if (status) pass_over(ladder, "%s", swathe_error());
     if (ladder->found) return SWATHE_OK;
   } else if (context->db_failed) {
     pass_over(ladder, "%s", context->db_words);
   }
-  if (context->mode == SWATHE_REQUIRE) {
+  if (ladder->required) {
     char command[SW_PROBLEM_TEXT + 32];
     advise(ladder, command, sizeof command);
     return sw_fail(SWATHE_NOT_FOUND, "no tuned config for %s%s%s%s; make one with: %s",
@@ -124,12 +123,47 @@ enum swathe_status sw_choose(struct swathe_context *context, const struct swathe
   const struct sw_gen_request request = { .problem = problem,
                                           .kernel = sw_context_kernel_name(direction),
                                           .isa = aim->isa };
+  struct sw_db_environment environment;
   struct ladder ladder = { .context = context,
                            .problem = problem,
                            .request = &request,
-                           .aim = aim,
+                           .environment = &environment,
+                           .required = context->mode == SWATHE_REQUIRE,
                            .choice = choice };
   pthread_mutex_lock(&context->mutex);
+  sw_context_environment(context, aim, &environment);
+  const enum swathe_status status = climb(&ladder);
+  pthread_mutex_unlock(&context->mutex);
+  return status;
+}
+
+void sw_choose_exchange_place(const struct swathe_context *context, const struct sw_aim *aim,
+                              const struct swathe_transport *transport,
+                              struct sw_exchange_place *place)
+{
+  sw_context_environment(context, aim, &place->environment);
+  snprintf(place->isa, sizeof place->isa, "%s+%.24s", aim->isa,
+           transport ? transport->name : "alone");
+  place->environment.isa = place->isa;
+}
+
+enum swathe_status sw_choose_exchange(struct swathe_context *context,
+                                      const struct swathe_problem *problem,
+                                      const struct sw_aim *aim,
+                                      const struct swathe_transport *transport,
+                                      struct sw_choice *choice)
+{
+  const struct sw_gen_request request = { .problem = problem,
+                                          .kernel = sw_exchange_kernel,
+                                          .isa = aim->isa };
+  struct sw_exchange_place place;
+  struct ladder ladder = { .context = context,
+                           .problem = problem,
+                           .request = &request,
+                           .environment = &place.environment,
+                           .choice = choice };
+  pthread_mutex_lock(&context->mutex);
+  sw_choose_exchange_place(context, aim, transport, &place);
   const enum swathe_status status = climb(&ladder);
   pthread_mutex_unlock(&context->mutex);
   return status;

@@ -1,9 +1,17 @@
 // exchange.c: what travels between ranks: the halo's keys, and the sums of their gradients on the
 // way home, and how both lie in buffers.  A buffer holds token after token, each
-// [batch][kv_heads][dim] of k, then of v.
+// [batch][kv_heads][dim] of k, then of v; or where they travel apart, all of k before all of v.
+//
+// A message of the plan is cut into chunks, and both ends make the same cut from the same plan and
+// the same knobs, which they agreed on.  Chunks are slots in a row, so that only knobs decide how
+// buffers lie.
 #include "layer.h"
 
+#include <stdlib.h>
 #include <string.h>
+#include <time.h>
+
+const char sw_exchange_kernel[] = "exchange";
 
 // ---- Where things lie ---------------------------------------------------------------------------
 
@@ -37,13 +45,89 @@ struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *d
   };
 }
 
+struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *data,
+                                     size_t elem_bytes, int64_t tokens, int64_t first)
+{
+  const struct swathe_problem *p = &layer->problem;
+  const int64_t k_batch = (int64_t)p->kv_heads * p->head_dim_qk;
+  const int64_t v_batch = (int64_t)p->kv_heads * p->head_dim_v;
+  const int64_t k_token = layer->batch * k_batch, v_token = layer->batch * v_batch;
+
+  if (layer->knobs.together) return sw_exchange_packed(layer, data, elem_bytes, first);
+  return (struct sw_key_views){
+    .k = { offset(data, first * k_token, elem_bytes), k_token, p->head_dim_qk, k_batch },
+    .v = { offset(data, tokens * k_token + first * v_token, elem_bytes), v_token, p->head_dim_v,
+           v_batch },
+  };
+}
+
+// ---- Knobs --------------------------------------------------------------------------------------
+
+void sw_exchange_read_knobs(const char *config, struct sw_exchange_knobs *knobs)
+{
+  const struct {
+    const char *name;
+    int32_t *value;
+  } rows[] = {
+    { "overlap=", &knobs->overlap }, { "chunks=", &knobs->chunks },
+    { "together=", &knobs->together }, { "order=", &knobs->order },
+    { "poll=", &knobs->poll },       { "progress=", &knobs->progress },
+  };
+
+  *knobs = (struct sw_exchange_knobs){ .overlap = 1, .chunks = 1, .together = 1, .poll = 1 };
+  for (const char *at = config; *at; at += strcspn(at, ","), at += *at == ',')
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+      const size_t length = strlen(rows[i].name);
+      if (!strncmp(at, rows[i].name, length)) *rows[i].value = atoi(at + length);
+    }
+}
+
+static int32_t chunks_of(const struct swathe_layer *layer, const struct sw_halo_message *message)
+{
+  const int32_t chunks = layer->knobs.chunks;
+  return message->tokens < chunks ? (int32_t)message->tokens : chunks;
+}
+
+struct slots {
+  int64_t begin, end;
+};
+
+// Which part of a message, by ascending slot, is its chunk `c`.  The first chunk is nearest the
+// boundary: keys before a span lie by ascending position, so it is the message's end; where windows
+// reach further to the right, its beginning.
+static int32_t part_of(const struct swathe_layer *layer, int32_t c, int32_t chunks)
+{
+  return layer->problem.window_left >= layer->problem.window_right ? chunks - 1 - c : c;
+}
+
+static struct slots part_slots(const struct sw_halo_message *message, int32_t part, int32_t parts)
+{
+  return (struct slots){ message->slot + message->tokens * part / parts,
+                         message->slot + message->tokens * (part + 1) / parts };
+}
+
 // ---- Messages -----------------------------------------------------------------------------------
+
+enum swathe_status sw_exchange_reserve(struct swathe_layer *layer)
+{
+  const struct sw_halo_plan *plan = layer->plan;
+  const int64_t receives = plan->receive_message_count * layer->knobs.chunks;
+  const int64_t sends = plan->send_message_count * layer->knobs.chunks;
+  const int64_t parts = layer->knobs.together ? 1 : 2;
+  enum swathe_status status = sw_list_reserve(&layer->messages, (receives + sends) * parts,
+                                              sizeof(struct sw_transport_message));
+  if (!status) status = sw_list_reserve(&layer->arrivals, receives, sizeof(struct sw_arrival));
+  for (int d = 0; d < 2 && !status; d++)
+    status = sw_list_reserve(&layer->waiting, layer->work[d].edge_units, sizeof(int64_t));
+  return status;
+}
 
 // Called between ranges of items.  A failure is kept for the wait; the words are the thread's last.
 void sw_exchange_progress(void *arg)
 {
   struct sw_exchange *exchange = arg;
   if (!exchange->transport || exchange->done || exchange->status) return;
+  if (exchange->looks++ % exchange->layer->knobs.poll) return;
   if (exchange->rounds) {
     sw_baseline_progress(exchange);
     return;
@@ -51,33 +135,145 @@ void sw_exchange_progress(void *arg)
   exchange->status = exchange->transport->operations->test(exchange->transport, &exchange->done);
 }
 
-// Posts the messages of both lists: what this rank sends from `out`, what it receives into `in`.
-static enum swathe_status post(struct swathe_layer *layer, void *out,
-                               const struct sw_halo_message *sends, int64_t send_count, void *in,
-                               const struct sw_halo_message *receives, int64_t receive_count,
-                               size_t elem_bytes, struct sw_exchange *exchange)
-{
-  const size_t token_bytes =
-      (size_t)sw_layer_token_elements(layer) * (size_t)layer->batch * elem_bytes;
-  int32_t count = 0;
+// One side of a phase: what is sent or received, and where it lies.
+struct side {
+  void *data;
+  const struct sw_halo_message *messages;
+  int64_t count, tokens;               // of the whole buffer
+  size_t elem_bytes;
+  bool send, tracked;                  // tracked: arrivals are counted
+};
 
-  *exchange = (struct sw_exchange){ .transport = NULL };
-  for (int64_t i = 0; i < receive_count + send_count; i++) {
-    const bool send = i >= receive_count;
-    const struct sw_halo_message *message = send ? &sends[i - receive_count] : &receives[i];
-    const size_t bytes = (size_t)message->tokens * token_bytes;
-    layer->messages[count++] = (struct sw_transport_message){
-      .data = (char *)(send ? out : in) + (size_t)message->slot * token_bytes,
-      .bytes = bytes,
-      .peer = message->peer,
-      .send = send,
-    };
-    if (send) layer->timing.sent_bytes += (int64_t)bytes;
-    else layer->timing.received_bytes += (int64_t)bytes;
+static void add_message(struct swathe_layer *layer, const struct side *side, int32_t peer,
+                        int64_t element, int64_t elements, _Atomic int32_t *left)
+{
+  const size_t bytes = (size_t)elements * side->elem_bytes;
+  ((struct sw_transport_message *)layer->messages.items)[layer->messages.count++] =
+      (struct sw_transport_message){
+        .data = offset(side->data, element, side->elem_bytes),
+        .bytes = bytes,
+        .peer = peer,
+        .send = side->send,
+        .left = left,
+      };
+  if (left) ++*left;
+  if (side->send) layer->timing.sent_bytes += (int64_t)bytes;
+  else layer->timing.received_bytes += (int64_t)bytes;
+}
+
+// The messages of one chunk; `arrival` counts them.
+static void add_chunk(struct swathe_layer *layer, const struct side *side, int32_t peer,
+                      struct slots slots, struct sw_arrival *arrival)
+{
+  const struct swathe_problem *p = &layer->problem;
+  const int64_t tokens = slots.end - slots.begin, heads = layer->batch * (int64_t)p->kv_heads;
+  const int64_t k = heads * p->head_dim_qk, v = heads * p->head_dim_v;
+  _Atomic int32_t *left = arrival ? &arrival->left : NULL;
+
+  if (arrival) {
+    arrival->slot = slots.begin;
+    arrival->end = slots.end;
+    arrival->left = 0;
   }
-  if (!count) return SWATHE_OK;
+  if (layer->knobs.together) {
+    add_message(layer, side, peer, slots.begin * (k + v), tokens * (k + v), left);
+    return;
+  }
+  add_message(layer, side, peer, slots.begin * k, tokens * k, left);
+  add_message(layer, side, peer, side->tokens * k + slots.begin * v, tokens * v, left);
+}
+
+// Lists a side's messages: peer by peer, or the first chunks of all before the second ones.
+// Arrivals stand by ascending slot, whatever the order of messages.
+static void add_side(struct swathe_layer *layer, const struct side *side)
+{
+  const int32_t turns = layer->knobs.order ? layer->knobs.chunks : 1;
+  struct sw_arrival *arrivals = layer->arrivals.items;
+
+  for (int32_t turn = 0; turn < turns; turn++) {
+    int64_t before = 0;  // chunks of the messages before
+    for (int64_t m = 0; m < side->count; m++) {
+      const struct sw_halo_message *message = &side->messages[m];
+      const int32_t chunks = chunks_of(layer, message);
+      for (int32_t c = 0; c < chunks; c++) {
+        if (layer->knobs.order && c != turn) continue;
+        const int32_t part = part_of(layer, c, chunks);
+        add_chunk(layer, side, message->peer, part_slots(message, part, chunks),
+                  side->tracked ? &arrivals[before + part] : NULL);
+      }
+      before += chunks;
+    }
+    if (side->tracked) layer->arrivals.count = before;
+  }
+}
+
+// Posts what this rank receives and what it sends.
+static enum swathe_status post(struct swathe_layer *layer, const struct side *receive,
+                               const struct side *send, struct sw_exchange *exchange)
+{
+  const struct sw_transport_operations *operations;
+  enum swathe_status status = SWATHE_OK;
+
+  layer->messages.count = layer->arrivals.count = 0;
+  add_side(layer, receive);
+  add_side(layer, send);
+  if (!layer->messages.count) return SWATHE_OK;
   exchange->transport = layer->transport;
-  return layer->transport->operations->post(layer->transport, layer->messages, count);
+  operations = layer->transport->operations;
+  if (operations->progress_thread)
+    status = operations->progress_thread(layer->transport, layer->knobs.progress);
+  if (!status)
+    status = operations->post(layer->transport, layer->messages.items,
+                              (int32_t)layer->messages.count);
+  if (!status && layer->knobs.overlap == 0) status = sw_exchange_finish(layer, exchange);
+  return status;
+}
+
+bool sw_exchange_has(const struct sw_exchange *exchange, int64_t slot, int64_t tokens)
+{
+  const struct sw_list *arrivals = &exchange->layer->arrivals;
+  const struct sw_arrival *items = arrivals->items;
+  int64_t low = 0, high = arrivals->count;  // the first that ends behind the slot
+
+  if (!exchange->transport || exchange->done) return true;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (items[middle].end > slot) high = middle;
+    else low = middle + 1;
+  }
+  for (; low < arrivals->count && items[low].slot < slot + tokens; low++)
+    if (items[low].left) return false;
+  return true;
+}
+
+static int64_t missing(const struct sw_exchange *exchange)
+{
+  const struct sw_list *arrivals = &exchange->layer->arrivals;
+  int64_t left = 0;
+  for (int64_t i = 0; i < arrivals->count; i++)
+    left += ((const struct sw_arrival *)arrivals->items)[i].left;
+  return left;
+}
+
+// Only the wait for all has the transport's deadline, so it follows when nothing comes for long.
+enum swathe_status sw_exchange_wait_more(struct sw_exchange *exchange)
+{
+  static const double long_us = 100e3;
+  const struct timespec nap = { .tv_nsec = 20000 };
+  struct swathe_layer *layer = exchange->layer;
+  const double begin = sw_layer_now_us();
+  const int64_t before = missing(exchange);
+
+  if (!exchange->transport || exchange->done) return exchange->status;
+  while (!exchange->status && !exchange->done && missing(exchange) == before &&
+         sw_layer_now_us() - begin < long_us) {
+    exchange->status = layer->transport->operations->test(layer->transport, &exchange->done);
+    if (!exchange->status && !exchange->done && missing(exchange) == before)
+      nanosleep(&nap, NULL);
+  }
+  layer->timing.wait_us += sw_layer_now_us() - begin;
+  if (exchange->status || exchange->done || missing(exchange) < before) return exchange->status;
+  return sw_exchange_finish(layer, exchange);
 }
 
 enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exchange *exchange)
@@ -89,6 +285,8 @@ enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exch
       exchange->status ? exchange->status
                        : exchange->transport->operations->wait(exchange->transport);
   layer->timing.wait_us += sw_layer_now_us() - begin;
+  exchange->status = status;
+  exchange->done = !status;
   return status;
 }
 
@@ -120,20 +318,24 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
   const struct swathe_problem *p = &layer->problem;
   const size_t elem = sw_problem_elem_bytes(p);
 
-  *exchange = (struct sw_exchange){ .transport = NULL };
+  *exchange = (struct sw_exchange){ .layer = layer };
   if (layer->muted) return SWATHE_OK;
   if (layer->baseline) return sw_baseline_post_keys(layer, tensors, halo, exchange);
   for (int64_t i = 0; i < plan->send_count; i++) {
     const struct sw_halo_segment *segment = &plan->sends[i];
     const struct sw_key_views to =
-        sw_exchange_packed(layer, layer->send.data, elem, segment->slot);
+        sw_exchange_wire(layer, layer->send.data, elem, plan->send_tokens, segment->slot);
     sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_qk, to.k,
                      sw_exchange_tensor(&tensors->k, segment->row, elem), elem);
     sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_v, to.v,
                      sw_exchange_tensor(&tensors->v, segment->row, elem), elem);
   }
-  return post(layer, layer->send.data, plan->send_messages, plan->send_message_count, halo,
-              plan->receive_messages, plan->receive_message_count, elem, exchange);
+  return post(layer,
+              &(struct side){ halo, plan->receive_messages, plan->receive_message_count,
+                              plan->receive_tokens, elem, .tracked = true },
+              &(struct side){ layer->send.data, plan->send_messages, plan->send_message_count,
+                              plan->send_tokens, elem, .send = true },
+              exchange);
 }
 
 bool sw_exchange_narrows(const struct swathe_layer *layer)
@@ -146,13 +348,18 @@ enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_e
   const struct sw_halo_plan *plan = layer->plan;
   const bool narrows = sw_exchange_narrows(layer);
   void *in = narrows ? layer->receive_narrow.data : layer->receive_sums.data;
+  const size_t bytes = narrows ? sizeof(uint16_t) : sizeof(float);
 
-  *exchange = (struct sw_exchange){ .transport = NULL };
+  *exchange = (struct sw_exchange){ .layer = layer };
   if (layer->muted) return SWATHE_OK;
   if (layer->baseline) return sw_baseline_post_sums(layer, exchange);
-  return post(layer, layer->send_sums.data, plan->receive_messages, plan->receive_message_count, in,
-              plan->send_messages, plan->send_message_count,
-              narrows ? sizeof(uint16_t) : sizeof(float), exchange);
+  return post(layer,
+              &(struct side){ in, plan->send_messages, plan->send_message_count,
+                              plan->send_tokens, bytes, .send = false },
+              &(struct side){ layer->send_sums.data, plan->receive_messages,
+                              plan->receive_message_count, plan->receive_tokens, bytes,
+                              .send = true },
+              exchange);
 }
 
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer, struct sw_exchange *exchange)

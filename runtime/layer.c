@@ -37,12 +37,45 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer)
 
 // What every rank tells every other before the first message.
 struct agreement {
-  char version[32], problem[SW_PROBLEM_TEXT], configs[2][SW_CONFIG_TEXT];
+  char version[32], problem[SW_PROBLEM_TEXT], configs[SW_CONFIGS][SW_CONFIG_TEXT];
   int32_t strategy;
 };
 
-// Rank 0 decides the configs; a rank whose isa cannot run them keeps its own, since kernels are
-// each rank's own business.  What the wire depends on must be equal.
+// Validates a config and writes its canonical form.
+static enum swathe_status check_config(struct swathe_layer *layer, int d, const char *text,
+                                       char *config)
+{
+  const struct sw_gen_request request = {
+    .problem = &layer->problem,
+    .kernel = d == SW_EXCHANGE ? sw_exchange_kernel
+                               : sw_context_kernel_name((enum swathe_direction)d),
+    .isa = layer->aim.isa,
+  };
+  pthread_mutex_lock(&layer->context->mutex);
+  const enum swathe_status status = sw_gen_check(layer->context->gen, &request, text, config);
+  pthread_mutex_unlock(&layer->context->mutex);
+  return status;
+}
+
+// Takes rank 0's config of a kernel or of the exchange.  A rank whose isa cannot run a kernel's
+// keeps its own, since kernels are each rank's own business; the exchange is everybody's.
+static enum swathe_status take_config(struct swathe_layer *layer, int d, char *theirs)
+{
+  char config[SW_CONFIG_TEXT];
+
+  theirs[SW_CONFIG_TEXT - 1] = 0;
+  if (!*theirs || !strcmp(theirs, layer->choices[d].config)) return SWATHE_OK;
+  const bool usable = !check_config(layer, d, theirs, config);
+  if (!usable && d == SW_EXCHANGE)
+    return sw_fail(SWATHE_DISAGREE, "rank 0 exchanges by %s, which rank %d cannot: %s", theirs,
+                   sw_layer_rank(layer), swathe_error());
+  if (!usable) return SWATHE_OK;
+  memcpy(layer->choices[d].config, config, sizeof config);
+  snprintf(layer->choices[d].why, sizeof layer->choices[d].why, "rank 0's choice");
+  return SWATHE_OK;
+}
+
+// Rank 0 decides the configs.  What the wire depends on must be equal.
 static enum swathe_status agree(struct swathe_layer *layer)
 {
   const int32_t ranks = sw_layer_ranks(layer);
@@ -54,7 +87,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
   snprintf(mine->version, sizeof mine->version, "%s", SWATHE_VERSION);
   swathe_problem_format(&layer->problem, mine->problem, sizeof mine->problem);
   mine->strategy = (int32_t)layer->strategy;
-  for (int d = 0; d < 2; d++)
+  for (int d = 0; d < SW_CONFIGS; d++)
     snprintf(mine->configs[d], sizeof mine->configs[d], "%s", layer->choices[d].config);
 
   status = layer->transport->operations->gather(layer->transport, mine, sizeof *mine, all);
@@ -71,22 +104,8 @@ static enum swathe_status agree(struct swathe_layer *layer)
                        swathe_strategy_name((enum swathe_strategy)all[r].strategy),
                        sw_layer_rank(layer), swathe_strategy_name(layer->strategy));
   }
-  for (int d = 0; d < 2 && !status && sw_layer_rank(layer) != 0; d++) {
-    const struct sw_gen_request request = {
-      .problem = &layer->problem,
-      .kernel = sw_context_kernel_name((enum swathe_direction)d),
-      .isa = layer->aim.isa,
-    };
-    char config[SW_CONFIG_TEXT];
-    all[0].configs[d][SW_CONFIG_TEXT - 1] = 0;
-    if (!*all[0].configs[d] || !strcmp(all[0].configs[d], layer->choices[d].config)) continue;
-    pthread_mutex_lock(&layer->context->mutex);
-    const bool usable = !sw_gen_check(layer->context->gen, &request, all[0].configs[d], config);
-    pthread_mutex_unlock(&layer->context->mutex);
-    if (!usable) continue;
-    memcpy(layer->choices[d].config, config, sizeof config);
-    snprintf(layer->choices[d].why, sizeof layer->choices[d].why, "rank 0's choice");
-  }
+  for (int d = 0; d < SW_CONFIGS && !status && sw_layer_rank(layer) != 0; d++)
+    status = take_config(layer, d, all[0].configs[d]);
   free(all);
   return status ? sw_within(status, "while the ranks agreed on a layer") : SWATHE_OK;
 }
@@ -129,11 +148,41 @@ static enum swathe_status load_kernels(struct swathe_layer *layer, unsigned dire
   return SWATHE_OK;
 }
 
+// Whether the exchange has knobs; else it goes by their defaults.
+static bool has_knobs(const struct swathe_layer *layer)
+{
+  return layer->strategy == SWATHE_HALO && !layer->aim.cuda;
+}
+
+static enum swathe_status choose_configs(struct swathe_layer *layer,
+                                         const char *const configs[SW_CONFIGS], unsigned directions)
+{
+  enum swathe_status status = SWATHE_OK;
+  for (int d = 0; d < SW_CONFIGS && !status; d++) {
+    struct sw_choice *choice = &layer->choices[d];
+    if (d == SW_EXCHANGE ? !has_knobs(layer) : !(directions & 1u << d)) continue;
+    if (configs[d]) {
+      snprintf(choice->config, sizeof choice->config, "%s", configs[d]);
+      snprintf(choice->why, sizeof choice->why, "given by the caller");
+      // a kernel's is checked when it is emitted
+      if (d == SW_EXCHANGE) status = check_config(layer, d, configs[d], choice->config);
+    } else if (d == SW_EXCHANGE) {
+      status = sw_choose_exchange(layer->context, &layer->problem, &layer->aim, layer->transport,
+                                  choice);
+    } else {
+      status = sw_choose(layer->context, &layer->problem, (enum swathe_direction)d, &layer->aim,
+                         choice);
+    }
+  }
+  return status;
+}
+
 enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
                                             const struct swathe_problem *problem,
                                             struct swathe_transport *transport,
                                             enum swathe_strategy strategy,
-                                            const char *const configs[2], unsigned directions,
+                                            const char *const configs[SW_CONFIGS],
+                                            unsigned directions,
                                             struct swathe_layer **layer_out)
 {
   struct sw_aim aim;
@@ -151,17 +200,11 @@ enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
   layer->aim = aim;
   layer->transport = transport;
   layer->strategy = strategy;
-  for (int d = 0; d < 2 && !status; d++) {
-    struct sw_choice *choice = &layer->choices[d];
-    if (!(directions & 1u << d)) continue;
-    if (!configs[d]) {
-      status = sw_choose(context, problem, (enum swathe_direction)d, &aim, choice);
-      continue;
-    }
-    snprintf(choice->config, sizeof choice->config, "%s", configs[d]);
-    snprintf(choice->why, sizeof choice->why, "given by the caller");
-  }
+  status = choose_configs(layer, configs, directions);
   if (!status && sw_layer_ranks(layer) > 1) status = agree(layer);
+  layer->agreed = transport;
+  sw_exchange_read_knobs(layer->choices[SW_EXCHANGE].config, &layer->agreed_knobs);
+  layer->knobs = layer->agreed_knobs;
   if (!status && strategy != SWATHE_HALO) status = sw_baseline_create(layer);
   if (!status) status = load_kernels(layer, directions);
   if (!status) status = sw_halo_planner_create(&layer->planner);
@@ -177,8 +220,9 @@ enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
 
 enum swathe_status sw_layer_create(struct swathe_context *context,
                                    const struct swathe_problem *problem,
-                                   struct swathe_transport *transport, const char *const configs[2],
-                                   unsigned directions, struct swathe_layer **layer)
+                                   struct swathe_transport *transport,
+                                   const char *const configs[SW_CONFIGS], unsigned directions,
+                                   struct swathe_layer **layer)
 {
   return sw_layer_create_strategy(context, problem, transport, SWATHE_HALO, configs, directions,
                                   layer);
@@ -190,8 +234,8 @@ enum swathe_status swathe_layer_create_strategy(struct swathe_context *context,
                                                 enum swathe_strategy strategy,
                                                 struct swathe_layer **layer)
 {
-  static const char *const choose_both[2];
-  return sw_layer_create_strategy(context, problem, transport, strategy, choose_both, 3, layer);
+  static const char *const choose_all[SW_CONFIGS];
+  return sw_layer_create_strategy(context, problem, transport, strategy, choose_all, 3, layer);
 }
 
 enum swathe_status swathe_layer_create(struct swathe_context *context,
@@ -218,7 +262,9 @@ void swathe_layer_destroy(struct swathe_layer *layer)
     if (layer->buffers[i].data) sw_device_free(layer->device, layer->buffers[i].data);
   sw_baseline_destroy(layer);
   for (int d = 0; d < 2; d++) sw_work_free(&layer->work[d]);
-  free(layer->messages);
+  sw_list_free(&layer->messages);
+  sw_list_free(&layer->arrivals);
+  sw_list_free(&layer->waiting);
   if (layer->planner) sw_halo_planner_destroy(layer->planner);
   if (layer->device) sw_device_destroy(layer->device);
   sw_pass_cuda_destroy(layer);
@@ -253,23 +299,20 @@ enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t un
   return sw_layer_reserve_bytes(layer, &layer->head_sums, bytes);
 }
 
-static enum swathe_status reserve_messages(struct swathe_layer *layer)
+enum swathe_status sw_layer_set_exchange(struct swathe_layer *layer, const char *config)
 {
-  const int64_t count = layer->plan->receive_message_count + layer->plan->send_message_count;
-  if (count <= layer->message_capacity) return SWATHE_OK;
-  free(layer->messages);
-  layer->message_capacity = 0;
-  layer->messages = calloc((size_t)count, sizeof *layer->messages);
-  if (!layer->messages)
-    return sw_fail(SWATHE_NO_MEMORY, "no memory for %" PRId64 " messages", count);
-  layer->message_capacity = (int32_t)count;
-  return SWATHE_OK;
+  snprintf(layer->choices[SW_EXCHANGE].config, SW_CONFIG_TEXT, "%s", config);
+  sw_exchange_read_knobs(config, &layer->agreed_knobs);
+  layer->knobs = layer->agreed_knobs;
+  return layer->plan ? sw_exchange_reserve(layer) : SWATHE_OK;
 }
 
 void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *transport)
 {
   layer->transport = transport;
   layer->plan = NULL;
+  if (transport == layer->agreed) layer->knobs = layer->agreed_knobs;
+  else sw_exchange_read_knobs("", &layer->knobs);
 }
 
 enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
@@ -296,7 +339,7 @@ enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
   else status = sw_layer_reserve(layer, &layer->send, plan->send_tokens, elem);
   if (!status && !layer->cuda)
     status = sw_layer_reserve(layer, &layer->receive, plan->receive_tokens, elem);
-  if (!status) status = reserve_messages(layer);
+  if (!status) status = sw_exchange_reserve(layer);
   if (!status && layer->strategy != SWATHE_HALO) status = sw_baseline_shard(layer, sharding);
   if (status) layer->plan = NULL;
   return status;
@@ -329,6 +372,12 @@ size_t swathe_layer_explain(const struct swathe_layer *layer, char *data, size_t
     sw_problem_put(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->aim.isa,
                    layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
   }
+  if (has_knobs(layer) && sw_layer_ranks(layer) > 1)
+    sw_problem_put(&text, "exchange  %s\n          %s\n",
+                   layer->transport == layer->agreed ? layer->choices[SW_EXCHANGE].config
+                                                     : "default",
+                   layer->transport == layer->agreed ? layer->choices[SW_EXCHANGE].why
+                                                     : "the group is another than that of create");
   if (layer->strategy != SWATHE_HALO)
     sw_problem_put(&text, "shared by %s\n", swathe_strategy_name(layer->strategy));
   if (!plan) return text.used;

@@ -163,6 +163,20 @@ int32_t sw_choose_hops(const struct swathe_problem *problem);
 enum swathe_status sw_choose(struct swathe_context *context, const struct swathe_problem *problem,
                              enum swathe_direction direction, const struct sw_aim *aim,
                              struct sw_choice *choice);
+// The exchange's, for this transport (NULL: alone); its default is good in any mode.
+enum swathe_status sw_choose_exchange(struct swathe_context *context,
+                                      const struct swathe_problem *problem,
+                                      const struct sw_aim *aim,
+                                      const struct swathe_transport *transport,
+                                      struct sw_choice *choice);
+// Under which a pick of the exchange is kept: its isa names the transport, too.
+struct sw_exchange_place {
+  struct sw_db_environment environment;
+  char isa[64];
+};
+void sw_choose_exchange_place(const struct swathe_context *context, const struct sw_aim *aim,
+                              const struct swathe_transport *transport,
+                              struct sw_exchange_place *place);
 
 // ---- work.c ------------------------------------------------------------------------------------
 
@@ -242,6 +256,21 @@ struct sw_buffer {
 
 enum { SW_LAYER_BUFFERS = 7 };
 
+// Beside the kernels' configs, by direction, that of the exchange.
+enum { SW_EXCHANGE = 2, SW_CONFIGS = 3 };
+extern const char sw_exchange_kernel[];  // its name where kernels have theirs
+
+// The exchange's config: knobs of generator/spaces.lua.
+struct sw_exchange_knobs {
+  int32_t overlap, chunks, together, order, poll, progress;
+};
+
+// A chunk of the halo, on its way as long as any of its messages is left.
+struct sw_arrival {
+  int64_t slot, end;                   // of the receive buffer
+  _Atomic int32_t left;
+};
+
 struct sw_baseline;
 struct sw_baseline_heads;
 
@@ -259,11 +288,14 @@ struct swathe_layer {
   struct sw_halo_planner *planner;
   const struct sw_halo_plan *plan;     // NULL until sharded
   int32_t batch;
-  struct sw_choice choices[2];
+  struct sw_choice choices[SW_CONFIGS];
   const struct sw_kernel *kernels[2];  // NULL: not wanted
   struct sw_work work[2];
-  struct sw_transport_message *messages;
-  int32_t message_capacity;
+  const struct swathe_transport *agreed;  // the group whose ranks agreed on the exchange
+  struct sw_exchange_knobs agreed_knobs, knobs;
+  struct sw_list messages;             // of struct sw_transport_message
+  struct sw_list arrivals;             // of struct sw_arrival, ascending; of the keys last posted
+  struct sw_list waiting;              // of int64_t: edge units whose keys are on their way
   // keys on their way: to others, from others; sums on their way, in the dtype of the wire: to
   // owners, from readers; the latter as floats; sums that are added later; [unit][batch][query
   // heads]
@@ -286,6 +318,9 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer);
 // At least `tokens` tokens of keys and values of `elem_bytes` each; contents are not kept.
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes);
+
+// Another exchange from now on, on all ranks alike; `config` is canonical.
+enum swathe_status sw_layer_set_exchange(struct swathe_layer *layer, const char *config);
 
 // At least so many bytes, likewise.
 enum swathe_status sw_layer_reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
@@ -315,6 +350,16 @@ struct sw_key_views {
 struct sw_key_views sw_exchange_packed(const struct swathe_layer *layer, void *data,
                                        size_t elem_bytes, int64_t first);
 
+// Keys, or sums of their gradients, in a buffer that travels, of `tokens` tokens: as packed, or
+// where K and V travel apart, all of K before all of V.
+struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *data,
+                                     size_t elem_bytes, int64_t tokens, int64_t first);
+
+// The knobs that a canonical config sets.
+void sw_exchange_read_knobs(const char *config, struct sw_exchange_knobs *knobs);
+
+// Most messages of a phase under the layer's plan and knobs; room for them and for arrivals.
+enum swathe_status sw_exchange_reserve(struct swathe_layer *layer);
 // ---- pass_cuda.c --------------------------------------------------------------------------------
 
 // Streams, events and memory of a layer on a CUDA device.
@@ -331,12 +376,16 @@ enum swathe_status sw_pass_cuda_run(struct swathe_layer *layer, enum swathe_dire
 size_t sw_pass_cuda_memory_bytes(const struct swathe_layer *layer);
 
 // ---- exchange.c, again --------------------------------------------------------------------------
+// ---- exchange.c, again --------------------------------------------------------------------------
+
 
 // One phase of the exchange while units run.
 struct sw_exchange {
   struct swathe_transport *transport;  // NULL: nothing to move
-  struct swathe_layer *rounds;         // of a baseline, whose exchange has rounds; else NULL
+  struct swathe_layer *layer;
+  bool rounds;                         // of a baseline, whose exchange has rounds
   bool done;
+  int32_t looks;                       // asked for so far
   enum swathe_status status;
 };
 
@@ -351,22 +400,28 @@ bool sw_exchange_narrows(const struct swathe_layer *layer);
 enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange);
 // For a launch's idle calls: `arg` is the exchange.
 void sw_exchange_progress(void *arg);
+// Whether the keys of these slots have come.
+bool sw_exchange_has(const struct sw_exchange *exchange, int64_t slot, int64_t tokens);
+// Waits until more keys have come, or all messages are done.
+enum swathe_status sw_exchange_wait_more(struct sw_exchange *exchange);
 enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exchange *exchange);
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer,
                                            struct sw_exchange *exchange);
 
-// As swathe_layer_create, with configs given for some directions (NULL: choose) and `directions` a
-// mask of 1 << direction: the others get no kernel.
+// As swathe_layer_create, with configs given for some directions and the exchange (NULL: choose),
+// and `directions` a mask of 1 << direction: the others get no kernel.
 enum swathe_status sw_layer_create(struct swathe_context *context,
                                    const struct swathe_problem *problem,
-                                   struct swathe_transport *transport, const char *const configs[2],
-                                   unsigned directions, struct swathe_layer **layer);
+                                   struct swathe_transport *transport,
+                                   const char *const configs[SW_CONFIGS], unsigned directions,
+                                   struct swathe_layer **layer);
 // The same for any strategy.
 enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
                                             const struct swathe_problem *problem,
                                             struct swathe_transport *transport,
                                             enum swathe_strategy strategy,
-                                            const char *const configs[2], unsigned directions,
+                                            const char *const configs[SW_CONFIGS],
+                                            unsigned directions,
                                             struct swathe_layer **layer);
 
 // ---- baseline.c ---------------------------------------------------------------------------------

@@ -122,7 +122,8 @@ static void point_runs(struct swathe_layer *layer, enum swathe_direction directi
       run->k = sw_exchange_tensor(&tensors->k, source->index, elem);
       run->v = sw_exchange_tensor(&tensors->v, source->index, elem);
     } else {
-      const struct sw_key_views keys = sw_exchange_packed(layer, halo, elem, source->index);
+      const struct sw_key_views keys =
+          sw_exchange_wire(layer, halo, elem, layer->plan->receive_tokens, source->index);
       run->k = keys.k;
       run->v = keys.v;
     }
@@ -167,36 +168,105 @@ static struct sw_attention_args attention_args(const struct swathe_layer *layer,
   return args;
 }
 
-// The device hands ranges of items to a kernel from 0 on; this shifts them to the launch's first.
-struct shifted {
+// A launch of some units: of a list, or without one of those from `first` on.  The device hands out
+// ranges of their items, counted from 0.
+struct picked {
   sw_attention_kernel *kernel;
   const struct sw_attention_args *args;
-  int64_t first;
+  const int64_t *list;
+  int64_t first, per_unit;
 };
 
-static void run_shifted(const void *arg, int64_t begin, int64_t end, void *workspace)
+static void run_picked(const void *arg, int64_t begin, int64_t end, void *workspace)
 {
-  const struct shifted *shifted = arg;
-  shifted->kernel(shifted->args, shifted->first + begin, shifted->first + end, workspace);
+  const struct picked *picked = arg;
+  const int64_t per_unit = picked->per_unit;
+  if (!picked->list) {
+    const int64_t first = picked->first * per_unit;
+    picked->kernel(picked->args, first + begin, first + end, workspace);
+    return;
+  }
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t item = picked->list[i / per_unit] * per_unit + i % per_unit;
+    picked->kernel(picked->args, item, item + 1, workspace);
+  }
 }
 
-static enum swathe_status launch_units(struct swathe_layer *layer, enum swathe_direction direction,
-                                       const struct sw_attention_args *args, int64_t begin,
-                                       int64_t end, struct sw_exchange *exchange)
+static enum swathe_status launch_picked(struct swathe_layer *layer,
+                                        enum swathe_direction direction,
+                                        const struct sw_attention_args *args, const int64_t *list,
+                                        int64_t first, int64_t count, struct sw_exchange *exchange)
 {
   const struct sw_kernel *kernel = layer->kernels[direction];
   const int64_t per_unit = (int64_t)layer->batch * layer->problem.kv_heads;
-  const struct shifted shifted = { kernel->attention, args, begin * per_unit };
+  const struct picked picked = { kernel->attention, args, list, first, per_unit };
   const struct sw_device_launch launch = {
-    .kernel = run_shifted,
-    .args = &shifted,
-    .items = (end - begin) * per_unit,
+    .kernel = run_picked,
+    .args = &picked,
+    .items = count * per_unit,
     .grain = 1,
     .workspace_bytes = (size_t)kernel->workspace(args->max_keys),
     .idle = exchange ? sw_exchange_progress : NULL,
     .idle_arg = exchange,
   };
   return launch.items ? sw_device_launch(layer->device, &launch) : SWATHE_OK;
+}
+
+static enum swathe_status launch_units(struct swathe_layer *layer, enum swathe_direction direction,
+                                       const struct sw_attention_args *args, int64_t begin,
+                                       int64_t end, struct sw_exchange *exchange)
+{
+  return launch_picked(layer, direction, args, NULL, begin, end - begin, exchange);
+}
+
+// Whether all keys of the unit that come by the wire are there.
+static bool has_keys(const struct sw_work *work, const struct sw_unit *unit,
+                     const struct sw_exchange *exchange)
+{
+  for (int64_t r = unit->run_begin; r < unit->run_end; r++)
+    if (work->runs[r].wire &&
+        !sw_exchange_has(exchange, work->sources[r].index, work->runs[r].tokens))
+      return false;
+  return true;
+}
+
+// Of the `count` units of the list, puts those first that have their keys; returns how many.
+static int64_t sort_out(const struct sw_work *work, int64_t *list, int64_t count,
+                        const struct sw_exchange *exchange)
+{
+  int64_t ready = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (!has_keys(work, &work->units[list[i]], exchange)) continue;
+    const int64_t unit = list[i];
+    list[i] = list[ready];
+    list[ready++] = unit;
+  }
+  return ready;
+}
+
+// The edge units: when all keys have come, or each as soon as its own have.  The phase is over
+// afterwards.
+static enum swathe_status launch_edge(struct swathe_layer *layer, enum swathe_direction direction,
+                                      const struct sw_attention_args *args,
+                                      struct sw_exchange *exchange)
+{
+  const struct sw_work *work = &layer->work[direction];
+  int64_t *list = layer->waiting.items, count = work->edge_units;
+  enum swathe_status status = SWATHE_OK;
+
+  if (layer->knobs.overlap < 2) {
+    status = sw_exchange_finish(layer, exchange);
+    return status ? status : launch_units(layer, direction, args, 0, count, NULL);
+  }
+  for (int64_t i = 0; i < count; i++) list[i] = i;
+  while (count && !status) {
+    const int64_t ready = sort_out(work, list, count, exchange);
+    if (ready) status = launch_picked(layer, direction, args, list, 0, ready, exchange);
+    else status = sw_exchange_wait_more(exchange);
+    list += ready;
+    count -= ready;
+  }
+  return status ? status : sw_exchange_finish(layer, exchange);
 }
 
 // The largest of the units' scores for each head; -inf for a rank without rows.
@@ -238,8 +308,7 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   if (!status)
     status =
         launch_units(layer, SWATHE_FORWARD, &args, work->edge_units, work->unit_count, &exchange);
-  if (!status) status = sw_exchange_finish(layer, &exchange);
-  if (!status) status = launch_units(layer, SWATHE_FORWARD, &args, 0, work->edge_units, NULL);
+  if (!status) status = launch_edge(layer, SWATHE_FORWARD, &args, &exchange);
   if (!status && tensors->max_logits) find_max_logits(layer, tensors->max_logits);
   layer->timing.total_us = sw_layer_now_us() - begin;
   return status ? sw_within(status, "in forward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
@@ -255,10 +324,11 @@ static void point_terms(struct swathe_layer *layer)
   struct sw_term *terms = sums->terms.items;
 
   for (int64_t i = 0; i < sums->sources.count; i++) {
-    void *data =
-        sources[i].place == SW_HOME ? layer->receive_sums.data : layer->spill_sums.data;
     const struct sw_key_views views =
-        sw_exchange_packed(layer, data, sizeof(float), sources[i].index);
+        sources[i].place == SW_HOME
+            ? sw_exchange_wire(layer, layer->receive_sums.data, sizeof(float),
+                               layer->plan->send_tokens, sources[i].index)
+            : sw_exchange_packed(layer, layer->spill_sums.data, sizeof(float), sources[i].index);
     terms[i] = (struct sw_term){ .dk = views.k, .dv = views.v };
   }
 }
@@ -313,8 +383,9 @@ static enum swathe_status gather_wire(struct swathe_layer *layer)
 {
   const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
   const bool narrows = sw_exchange_narrows(layer);
-  const struct sw_key_views to = sw_exchange_packed(
-      layer, layer->send_sums.data, narrows ? sizeof(uint16_t) : sizeof(float), 0);
+  const struct sw_key_views to =
+      sw_exchange_wire(layer, layer->send_sums.data, narrows ? sizeof(uint16_t) : sizeof(float),
+                       layer->plan->receive_tokens, 0);
   return launch_gather(layer, (struct sw_gather_args){
                                   .sums = sums->pieces.items,
                                   .sum_count = sums->wire_pieces,
@@ -362,7 +433,7 @@ static enum swathe_status run_backward(struct swathe_layer *layer,
   const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
   void *halo = tensors->halo ? tensors->halo : layer->receive.data;
   int64_t interior = work->edge_units;
-  struct sw_exchange exchange;
+  struct sw_exchange exchange = { .layer = layer };
   enum swathe_status status = SWATHE_OK;
 
   point_runs(layer, SWATHE_BACKWARD, tensors, halo);
@@ -371,10 +442,9 @@ static enum swathe_status run_backward(struct swathe_layer *layer,
     const int64_t half = interior + (work->unit_count - interior) / 2;
     status = sw_exchange_post_keys(layer, tensors, halo, &exchange);
     if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, interior, half, &exchange);
-    if (!status) status = sw_exchange_finish(layer, &exchange);
     interior = half;
   }
-  if (!status) status = launch_units(layer, SWATHE_BACKWARD, &args, 0, work->edge_units, NULL);
+  if (!status) status = launch_edge(layer, SWATHE_BACKWARD, &args, &exchange);
   if (!status) status = gather_wire(layer);
   if (!status) status = sw_exchange_post_sums(layer, &exchange);
   if (!status)

@@ -703,6 +703,7 @@ static int32_t list_messages(const struct call *call, const struct phase *phase,
                              void *in)
 {
   struct swathe_layer *layer = call->layer;
+  struct sw_transport_message *messages = layer->messages.items;
   int32_t count = 0;
 
   for (int64_t i = 0; i < phase->receive_count + phase->send_count; i++) {
@@ -710,7 +711,7 @@ static int32_t list_messages(const struct call *call, const struct phase *phase,
     const struct sw_halo_message *message =
         send ? &phase->sends[i - phase->receive_count] : &phase->receives[i];
     const size_t bytes = keys_bytes(layer, message->tokens, phase->elem_bytes);
-    layer->messages[count++] = (struct sw_transport_message){
+    messages[count++] = (struct sw_transport_message){
       .data = device_address(send ? out : in, keys_bytes(layer, message->slot, phase->elem_bytes)),
       .bytes = bytes,
       .peer = message->peer,
@@ -756,7 +757,8 @@ static enum swathe_status begin_phase(struct call *call, const struct phase *pha
 
   if (!stages(call->layer)) {
     const int32_t count = list_messages(call, phase, phase->out, phase->in);
-    return transport->operations->enqueue(transport, call->layer->messages, count, pass->wire);
+    return transport->operations->enqueue(transport, call->layer->messages.items, count,
+                                          pass->wire);
   }
   status = sw_device_cuda_read(pass->device, pass->host_out.data, phase->out,
                                keys_bytes(call->layer, phase->send_tokens, phase->elem_bytes),
@@ -774,7 +776,7 @@ static enum swathe_status end_phase(struct call *call, const struct phase *phase
   enum swathe_status status = sw_device_cuda_wait_event(pass->device, pass->packed);
   if (status) return status;
   const int32_t count = list_messages(call, phase, pass->host_out.data, pass->host_in.data);
-  status = transport->operations->post(transport, call->layer->messages, count);
+  status = transport->operations->post(transport, call->layer->messages.items, count);
   const double begin = sw_layer_now_us();
   if (!status) status = transport->operations->wait(transport);
   call->layer->timing.wait_us += sw_layer_now_us() - begin;

@@ -10,6 +10,9 @@ struct sw_transport_message {
   size_t bytes;      // > 0; both ends give the same number, else SWATHE_DISAGREE on both
   int32_t peer;      // never the own rank
   bool send;
+  // NULL or a count that goes down by one when the message has finished, at the latest in the test
+  // or wait that follows.  A transport may leave it alone: what it says of all holds anyway.
+  _Atomic int32_t *left;
 };
 
 struct sw_transport_operations {

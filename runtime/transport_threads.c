@@ -12,6 +12,7 @@
 #include <errno.h>
 #include <math.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,6 +26,7 @@ enum {
 struct posted {
   char *data;
   size_t bytes;
+  _Atomic int32_t *left;
   struct posted *next;
 };
 
@@ -229,6 +231,8 @@ static size_t advance_lane(struct endpoint *me, struct endpoint *peer, struct en
   lane->copying = false;
   lane->copied += slice;
   if (lane->copied == send->bytes) {
+    if (send->left) atomic_fetch_sub(send->left, 1);
+    if (receive->left) atomic_fetch_sub(receive->left, 1);
     retire_first(from, &lane->sends);
     retire_first(to, &lane->receives);
     lane->copied = 0;
@@ -296,7 +300,7 @@ static enum swathe_status post(struct swathe_transport *transport,
     const struct sw_transport_message *message = &messages[i];
     struct posted *posted = endpoint->spare;
     endpoint->spare = posted->next;
-    *posted = (struct posted){ message->data, message->bytes, NULL };
+    *posted = (struct posted){ message->data, message->bytes, message->left, NULL };
     if (message->send) push(&lane_between(group, transport->rank, message->peer)->sends, posted);
     else push(&lane_between(group, message->peer, transport->rank)->receives, posted);
     endpoint->pending++;

@@ -415,7 +415,7 @@ static enum swathe_status run(struct swathe_layer *layer, enum swathe_direction 
 static enum swathe_status make_layer(struct sw_trial_bench *bench, bool small, const char *config,
                                      struct swathe_layer **layer)
 {
-  const char *configs[2] = { config, config };
+  const char *configs[SW_CONFIGS] = { config, config };
   const struct swathe_problem *p = small ? &bench->small.problem : &bench->timed;
   const struct swathe_sharding two_pieces = { .layout = SWATHE_SPANS,
                                               .ranks = 1,

@@ -189,10 +189,12 @@ static void *be_rank(void *arg)
   struct swathe_transport *transport =
       member->threads ? swathe_threads_rank(member->threads, member->rank) : NULL;
 
-  static const char *const chosen[2];
+  const char *const configs[SW_CONFIGS] = { group->configs ? group->configs[0] : NULL,
+                                            group->configs ? group->configs[1] : NULL,
+                                            group->exchange };
   member->status =
       sw_layer_create_strategy(group->context, group->problem, transport, group->strategy,
-                               group->configs ? group->configs : chosen, 3, &layer);
+                               configs, 3, &layer);
   if (!member->status && group->before) member->status = play_before(member, layer);
   if (!member->status) member->status = play(member, layer);
   if (member->status) {

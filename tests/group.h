@@ -16,6 +16,7 @@ struct group_case {
   const struct swathe_sharding *before;  // or NULL: a forward and a backward under it come first
   struct share_form form;
   const char *const *configs;  // [2] by direction, or NULL: what the layer chooses
+  const char *exchange;        // config, or NULL
   const char *script;
   enum swathe_strategy strategy;
   bool keep_halo;     // pass a halo buffer from forward to backward

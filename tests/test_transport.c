@@ -46,7 +46,7 @@ static enum swathe_status post(struct swathe_transport *t,
 static enum swathe_status post_one(struct swathe_transport *t, bool send, int peer, void *data,
                                    size_t bytes)
 {
-  const struct sw_transport_message message = { data, bytes, peer, send };
+  const struct sw_transport_message message = { data, bytes, peer, send, NULL };
   return post(t, &message, 1);
 }
 
@@ -164,7 +164,8 @@ static int post_round(struct rank *rank, uint64_t *mine, int round, struct box *
       box->data = malloc(box->bytes + GUARD_BYTES);
       memset(box->data, 0x5a, box->bytes + GUARD_BYTES);
       for (size_t at = 0; send && at < box->bytes; at++) box->data[at] = message_byte(pair, n, at);
-      batch[batched++] = (struct sw_transport_message){ box->data, box->bytes, peer, send };
+      batch[batched++] = (struct sw_transport_message){ box->data, box->bytes, peer, send,
+                                                         NULL };
       if (batched == 4 || below(mine, 3) == 0) {
         rank->status = post(rank->transport, batch, batched);
         if (rank->status) return received;
@@ -302,7 +303,8 @@ static void bad_calls_are_refused(void **state)
   assert_int_equal(post_one(t, true, 3, &byte, 1), SWATHE_BAD_USE);
   assert_int_equal(post_one(t, true, -1, &byte, 1), SWATHE_BAD_USE);
   assert_int_equal(post_one(t, true, 0, &byte, 0), SWATHE_BAD_USE);
-  const struct sw_transport_message half_good[] = { { &byte, 1, 0, true }, { &byte, 0, 0, true } };
+  const struct sw_transport_message half_good[] = { { &byte, 1, 0, true, NULL },
+                                                    { &byte, 0, 0, true, NULL } };
   assert_int_equal(post(t, half_good, 2), SWATHE_BAD_USE);
   assert_int_equal(test(t, &done), SWATHE_OK);
   assert_true(done);  // of a refused array nothing is posted
@@ -589,8 +591,9 @@ static void *ring_with_a_fault(void *arg)
     if (fault == LATE) usleep((useconds_t)below(&seed, 12000));
     if (fault == ABORTS) swathe_threads_abort(rank->group, rank->number, "a fault");
     const size_t sent_bytes = bytes + (fault == WRONG_BYTES);
-    const struct sw_transport_message messages[] = { { rank->buffer, bytes, previous, false },
-                                                     { sent, sent_bytes, next, true } };
+    const struct sw_transport_message messages[] = {
+      { rank->buffer, bytes, previous, false, NULL }, { sent, sent_bytes, next, true, NULL }
+    };
     status = post(rank->transport, messages, 2);
     bool done = false;
     if (!status && below(&seed, 2)) status = test(rank->transport, &done);
