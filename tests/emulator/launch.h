@@ -1,0 +1,13 @@
+// launch.h: a whole launch over the processors of the machine.
+#pragma once
+#include "code.h"
+
+struct launch_request {
+  const struct code *code;
+  uint32_t grid[3], threads[3];
+  uint32_t dynamic_shared_bytes;
+  unsigned char *params;       // as many bytes as the kernel has
+};
+
+// Runs all blocks, in an order that the seed gives; 0, or a CUresult whose words were printed.
+int launch_run(const struct launch_request *request, uint64_t seed, bool watch);
