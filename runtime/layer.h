@@ -360,6 +360,7 @@ void sw_exchange_read_knobs(const char *config, struct sw_exchange_knobs *knobs)
 
 // Most messages of a phase under the layer's plan and knobs; room for them and for arrivals.
 enum swathe_status sw_exchange_reserve(struct swathe_layer *layer);
+
 // ---- pass_cuda.c --------------------------------------------------------------------------------
 
 // Streams, events and memory of a layer on a CUDA device.
@@ -375,9 +376,8 @@ enum swathe_status sw_pass_cuda_run(struct swathe_layer *layer, enum swathe_dire
 // Of the device.
 size_t sw_pass_cuda_memory_bytes(const struct swathe_layer *layer);
 
-// ---- exchange.c, again --------------------------------------------------------------------------
-// ---- exchange.c, again --------------------------------------------------------------------------
 
+// ---- exchange.c, again --------------------------------------------------------------------------
 
 // One phase of the exchange while units run.
 struct sw_exchange {
