@@ -92,39 +92,52 @@ static enum swathe_status make(struct swathe_context *context, const struct sw_a
   return SWATHE_OK;
 }
 
-enum swathe_status swathe_compile(struct swathe_context *context,
-                                  const struct swathe_problem *problem,
-                                  enum swathe_direction direction, const char *isa,
-                                  const char *config, struct swathe_compiled *compiled)
+// One kernel by its name, with `config` or the default.
+static enum swathe_status make_kernel(struct swathe_context *context,
+                                      const struct swathe_problem *problem,
+                                      const struct sw_aim *aim, const char *name,
+                                      struct swathe_compiled *compiled)
 {
-  const char *name = sw_context_kernel_name(direction);
-  struct swathe_compiled result = { .cached = false };
   struct sw_gen_source source = { .text = NULL };
   struct sizes sizes = { 0 };
-  struct sw_aim aim;
   char *log = NULL;
-  enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
+  enum swathe_status status =
+      sw_context_source(context, problem, name, aim->isa, compiled->config, &source);
 
-  if (!status)
-    status = sw_context_config(context, problem, direction, &aim, config, result.config);
-  if (!status)
-    status = sw_context_source(context, problem, name, aim.isa, result.config, &source);
   if (status) return status;
-  const struct sw_gen_request about = { .problem = problem, .kernel = name, .isa = aim.isa };
+  const struct sw_gen_request about = { .problem = problem, .kernel = name, .isa = aim->isa };
   pthread_mutex_lock(&context->mutex);
-  status = sw_gen_sizes(context->gen, &about, result.config, note_size, &sizes);
+  status = sw_gen_sizes(context->gen, &about, compiled->config, note_size, &sizes);
   pthread_mutex_unlock(&context->mutex);
 
   const struct sw_jit_request request = {
     .name = name,
     .source = source.text,
     .flags = source.flags,
-    .isa = aim.isa,
-    .compiler = sw_context_compiler(&aim),
+    .isa = aim->isa,
+    .compiler = sw_context_compiler(aim),
   };
-  if (!status) status = make(context, &aim, &request, &sizes, &result, &log);
+  if (!status) status = make(context, aim, &request, &sizes, compiled, &log);
   if (status) status = sw_context_compile_failed(&source, status, log);
   sw_gen_source_free(&source);
+  return status;
+}
+
+enum swathe_status swathe_compile(struct swathe_context *context,
+                                  const struct swathe_problem *problem,
+                                  enum swathe_direction direction, const char *isa,
+                                  const char *config, struct swathe_compiled *compiled)
+{
+  struct swathe_compiled result = { .cached = false }, copies = { .config = "" };
+  struct sw_aim aim;
+  enum swathe_status status = sw_context_aim(context, problem, isa, &aim);
+
+  if (!status)
+    status = sw_context_config(context, problem, direction, &aim, config, result.config);
+  if (!status)
+    status = make_kernel(context, problem, &aim, sw_context_kernel_name(direction), &result);
+  // a layer on CUDA copies by kernels, too, which have no config
+  if (!status && aim.cuda) status = make_kernel(context, problem, &aim, "copies", &copies);
   if (!status) *compiled = result;
   return status;
 }

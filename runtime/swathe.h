@@ -436,7 +436,8 @@ struct swathe_compiled {
   double counted_ratio; // multiply-adds that are done over those that the window asks for
   char refused[192];    // why a tuner would not try it: it spills, or is over a limit; "": it would
 };
-// Compiles one kernel into the cache (or finds it there).
+// Compiles one kernel into the cache (or finds it there); on CUDA also the small ones that a layer
+// needs beside it.
 SWATHE_API enum swathe_status swathe_compile(struct swathe_context *context,
                                              const struct swathe_problem *problem,
                                              enum swathe_direction direction, const char *isa,

@@ -376,6 +376,9 @@ static void kernels_are_compiled_for_gpus(void **state)
       release(&outcome);
     }
   }
+  // all that a layer needs: forward, backward and its copies
+  expect("compile --target cuda --dtype bf16 --arch sm_86 --cache gpu", 0, "dkv ", NULL);
+  scratch_shell("test $(find gpu -name '*.swk' | wc -l) = 3");
   expect("compile forward --target cuda --dtype bf16 --arch sm_80,sm_100 --window 128", 0,
          "forward for sm_100\n", NULL);
   expect("compile forward --space --most 1 --target cuda --dtype bf16 --arch sm_80,sm_100 "
