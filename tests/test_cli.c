@@ -385,6 +385,17 @@ static void kernels_are_compiled_for_gpus(void **state)
          "--window 128", 0, "\n2 fit, 0 refused, 0 failed, 0 not compiled", NULL);
   expect_json("compile --target cuda --arch sm_80 --dtype f32 --json", 1, "\"error\": ");
   expect("emit backward --target cuda --arch sm_103 --dtype f16", 0, "--arch sm_103 ", NULL);
+
+  // a mistake in a template comes back with the template's own line
+  scratch_shell("mkdir texts && cp -r '%s'/generator '%s'/templates texts && "
+                "sed -i '1i int mistake = nowhere;' texts/templates/cuda/forward.cu",
+                getenv("TEST_SOURCE_DIR"), getenv("TEST_SOURCE_DIR"));
+  struct outcome outcome = run_prefixed("SWATHE_GENERATOR_DIR=texts",
+                                        "compile forward --target cuda --arch sm_80 --dtype bf16");
+  assert_int_equal(outcome.status, 1);
+  assert_non_null(strstr(outcome.err, "templates/cuda/forward.cu:1: error: "));
+  assert_non_null(strstr(outcome.err, "identifier \"nowhere\" is undefined"));
+  release(&outcome);
 }
 
 // ---- Files --------------------------------------------------------------------------------------
