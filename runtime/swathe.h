@@ -212,6 +212,79 @@ SWATHE_API struct swathe_transport *swathe_threads_rank(struct swathe_threads *g
 SWATHE_API void swathe_threads_abort(struct swathe_threads *group, int32_t rank, const char *why);
 SWATHE_API void swathe_threads_destroy(struct swathe_threads *group);
 
+// `mpi`: the ranks are processes, each with one transport, over a duplicate of a communicator.
+//   communicator  points to an MPI_Comm; NULL: MPI_COMM_WORLD.  All its ranks make the call.
+//   plugin        which MPI: "openmpi", "mpich", or a file with a slash in its name; NULL: the one
+//                 that is in the process, else the one whose launcher started it.  The library has
+//                 no MPI in it: it opens swathe_mpi_NAME.so beside itself, or what the environment
+//                 variable SWATHE_MPI_PLUGIN names (a file or its directory).
+//   expected      ranks; 0: any number.  SWATHE_DISAGREE when MPI has another number, as when a
+//                 launcher of another MPI starts every rank as a group of its own.
+//   deadline_s    waits longer than this (0: 60 s) end in SWATHE_TIMEOUT
+// MPI is initialized if it is not, with MPI_THREAD_MULTIPLE, and then finalized at exit, unless a
+// transport failed: MPI_Finalize would wait for what never comes.
+//
+// After a failure the transport is unusable for good and the other ranks are told.  MPI cannot take
+// back what it was given, so messages that were under way may still be read, and written, when
+// somebody calls MPI: the layer's own buffers then stay behind when it is destroyed, and the caller
+// must not free or use what it gave as swathe_tensors.halo.  The process may go on.
+SWATHE_API enum swathe_status swathe_mpi_create(const void *communicator, const char *plugin,
+                                                int32_t expected, double deadline_s,
+                                                struct swathe_transport **transport);
+
+// One message: `bytes` > 0 of `data` to or from rank `peer`.
+struct swathe_transfer {
+  void *data;
+  size_t bytes;
+  int32_t peer;
+  bool send;
+};
+
+// A transport of the caller's own: what carries bytes between ranks, such as torch.distributed or
+// UCX.  Calls return 0, or an enum swathe_status (SWATHE_TIMEOUT, SWATHE_TRANSPORT, ...) and write
+// why into `words`; the transport is unusable from then on.  They are never called at the same
+// time, and may not call swathe.
+//
+// Between two ranks the n-th message sent belongs to the n-th received.  Both ends give the same
+// bytes: before the first message of a sharding the ranks compare digests of it, through `gather`.
+// Should another number of bytes come all the same, the call returns SWATHE_DISAGREE and writes
+// nothing behind the end of the message.
+struct swathe_custom {
+  int32_t rank, ranks;
+  double deadline_s;            // of each wait; 0: 60
+  const char *name;             // in words of failures, borrowed; NULL: "custom"
+  void *user;                   // handed to each call
+  // Starts the messages and returns at once; their data stays where it is until they are done.
+  int (*post)(void *user, const struct swathe_transfer *transfers, int32_t count, char *words,
+              size_t size);
+  // *done = 1 when all that were posted are done; never waits.  NULL: only `wait` knows.
+  int (*test)(void *user, int *done, char *words, size_t size);
+  // Returns when all are done.  NULL: `test` is called until they are.
+  int (*wait)(void *user, double deadline_s, char *words, size_t size);
+  // all[r * bytes ...] = what rank r gave as `mine`; bytes may be 0.  NULL: made of messages.
+  int (*gather)(void *user, const void *mine, size_t bytes, void *all, char *words, size_t size);
+  // Tells the others that this rank gives up.  NULL: they find out by their deadline.
+  void (*abort)(void *user, const char *why);
+  void (*destroy)(void *user);  // or NULL
+};
+SWATHE_API enum swathe_status swathe_custom_create(const struct swathe_custom *calls,
+                                                   struct swathe_transport **transport);
+
+// For programs that have a transport anyway: what a layer does with it, between its calls.
+SWATHE_API int32_t swathe_transport_rank(const struct swathe_transport *transport);
+SWATHE_API int32_t swathe_transport_ranks(const struct swathe_transport *transport);
+// Posts all and waits for them.
+SWATHE_API enum swathe_status swathe_transport_exchange(struct swathe_transport *transport,
+                                                        const struct swathe_transfer *transfers,
+                                                        int32_t count);
+// all[r * bytes ...] = what rank r gave as `mine`; every rank calls it, with the same bytes.
+SWATHE_API enum swathe_status swathe_transport_gather(struct swathe_transport *transport,
+                                                      const void *mine, size_t bytes, void *all);
+// This rank will not come any more: those that wait for it fail with these words, now or later.
+SWATHE_API void swathe_transport_abort(struct swathe_transport *transport, const char *why);
+// After every layer that uses it.  A transport of a threads group lives as long as that group.
+SWATHE_API void swathe_transport_destroy(struct swathe_transport *transport);
+
 // ---- Context -----------------------------------------------------------------------------------
 
 enum swathe_mode {

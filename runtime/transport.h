@@ -51,4 +51,8 @@ struct swathe_transport {
   bool holds_memory;
 };
 
+// SWATHE_BAD_USE if the message names no peer or has no bytes.
+enum swathe_status sw_transport_check(const struct swathe_transport *transport,
+                                      const struct sw_transport_message *message);
+
 #endif

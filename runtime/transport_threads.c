@@ -256,22 +256,6 @@ static size_t advance(struct endpoint *endpoint)
 
 // ---- Operations --------------------------------------------------------------------------------
 
-static enum swathe_status check_messages(const struct endpoint *endpoint,
-                                         const struct sw_transport_message *messages, int32_t count)
-{
-  for (int32_t i = 0; i < count; i++) {
-    const struct sw_transport_message *message = &messages[i];
-    if (message->peer < 0 || message->peer >= endpoint->group->ranks ||
-        message->peer == endpoint->transport.rank)
-      return sw_fail(SWATHE_BAD_USE, "rank %d has no peer %d among %d ranks",
-                     endpoint->transport.rank, message->peer, endpoint->group->ranks);
-    if (!message->bytes || !message->data)
-      return sw_fail(SWATHE_BAD_USE, "rank %d: an empty message %s rank %d",
-                     endpoint->transport.rank, message->send ? "to" : "from", message->peer);
-  }
-  return SWATHE_OK;
-}
-
 // So many spare messages at least, or none is posted at all.
 static enum swathe_status stock(struct endpoint *endpoint, int32_t count)
 {
@@ -291,7 +275,9 @@ static enum swathe_status post(struct swathe_transport *transport,
 {
   struct endpoint *endpoint = endpoint_of(transport);
   struct swathe_threads *group = endpoint->group;
-  enum swathe_status status = check_messages(endpoint, messages, count);
+  enum swathe_status status = SWATHE_OK;
+  for (int32_t i = 0; i < count && !status; i++)
+    status = sw_transport_check(transport, &messages[i]);
   if (status) return status;
   pthread_mutex_lock(&group->mutex);
   status = soundness(endpoint);

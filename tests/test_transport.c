@@ -1,5 +1,6 @@
-// test_transport.c: the threads transport: messages pair up and arrive, and every failure ends in
-// words on both sides, in time, and without a byte written to a rank that was told of it.
+// test_transport.c: the threads transport, and one made of a caller's own functions: messages pair
+// up and arrive, and every failure ends in words on both sides, in time, and without a byte written
+// to a rank that was told of it.  MPI's ranks are processes: see mpi/.
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -14,27 +15,16 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "exchange.h"
 #include "transport.h"
 
-enum { MOST_RANKS = 8 };
+enum { MOST_RANKS = EXCHANGE_MOST_RANKS };
 
 static double now_s(void)
 {
   struct timespec now;
   clock_gettime(CLOCK_MONOTONIC, &now);
   return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
-static uint64_t mix(uint64_t x)
-{
-  x ^= x >> 33, x *= 0xff51afd7ed558ccdu, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53u;
-  return x ^ x >> 33;
-}
-
-static int below(uint64_t *seed, int bound)
-{
-  *seed = *seed * 6364136223846793005u + 1442695040888963407u;
-  return (int)((mix(*seed) >> 8) % (uint64_t)bound);
 }
 
 static enum swathe_status post(struct swathe_transport *t,
@@ -118,118 +108,10 @@ static void run_ranks(struct swathe_threads *group, struct rank *ranks, int coun
 
 // ---- Messages arrive ---------------------------------------------------------------------------
 
-enum { MOST_MESSAGES = 5, GUARD_BYTES = 32, ROUNDS = 4 };
-
-static uint64_t pair_seed(uint64_t seed, int round, int from, int to)
+static void *exchange_messages(void *arg)
 {
-  return mix(seed + (uint64_t)(round * 10000 + from * 100 + to));
-}
-
-// The n-th message of a round between two ranks: both ends know its size and bytes from the seed.
-static size_t message_bytes(uint64_t pair, int n)
-{
-  uint64_t seed = pair + (uint64_t)n;
-  return (size_t)(below(&seed, 25) ? 1 + below(&seed, 3000) : 1 + below(&seed, 600000));
-}
-
-static char message_byte(uint64_t pair, int n, size_t at)
-{
-  return (char)((pair >> 8) + (uint64_t)n * 31 + at * 7 + (at >> 8));
-}
-
-struct box {
-  char *data;
-  size_t bytes;
-  int from, n;
-};
-
-// One round: every pair exchanges up to five messages, posted by each rank in its own order and in
-// several calls.  Returns the receives in `boxes`.
-static int post_round(struct rank *rank, uint64_t *mine, int round, struct box *sent,
-                      int *sent_count, struct box *boxes)
-{
-  struct sw_transport_message batch[4];
-  int next[2][MOST_RANKS] = { { 0 } }, batched = 0, received = 0;
-  for (int left = 1; left;) {
-    left = 0;
-    for (int i = 0; i < 2 * rank->ranks; i++) {
-      const int peer = below(mine, rank->ranks), send = below(mine, 2);
-      const int from = send ? rank->number : peer, to = send ? peer : rank->number;
-      uint64_t pair = pair_seed(rank->seed, round, from, to), counted = pair;
-      const int count = below(&counted, MOST_MESSAGES + 1), n = next[send][peer];
-      if (peer == rank->number || n >= count) continue;
-      next[send][peer]++;
-      struct box *box = send ? &sent[(*sent_count)++] : &boxes[received++];
-      *box = (struct box){ NULL, message_bytes(pair, n), from, n };
-      box->data = malloc(box->bytes + GUARD_BYTES);
-      memset(box->data, 0x5a, box->bytes + GUARD_BYTES);
-      for (size_t at = 0; send && at < box->bytes; at++) box->data[at] = message_byte(pair, n, at);
-      batch[batched++] = (struct sw_transport_message){ box->data, box->bytes, peer, send,
-                                                         NULL };
-      if (batched == 4 || below(mine, 3) == 0) {
-        rank->status = post(rank->transport, batch, batched);
-        if (rank->status) return received;
-        batched = 0;
-      }
-    }
-    for (int peer = 0; peer < rank->ranks; peer++)
-      for (int send = 0; send < 2 && peer != rank->number; send++) {
-        uint64_t counted = pair_seed(rank->seed, round, send ? rank->number : peer,
-                                     send ? peer : rank->number);
-        left |= next[send][peer] < below(&counted, MOST_MESSAGES + 1);
-      }
-  }
-  if (batched) rank->status = post(rank->transport, batch, batched);
-  return received;
-}
-
-static void check_boxes(struct rank *rank, int round, struct box *boxes, int count)
-{
-  for (int i = 0; i < count; i++) {
-    const uint64_t pair = pair_seed(rank->seed, round, boxes[i].from, rank->number);
-    for (size_t at = 0; at < boxes[i].bytes + GUARD_BYTES; at++)
-      if (boxes[i].data[at] != (at < boxes[i].bytes ? message_byte(pair, boxes[i].n, at) : 0x5a))
-        snprintf(rank->failure, sizeof rank->failure,
-                 "round %d: byte %zu of %zu of message %d from %d", round, at, boxes[i].bytes,
-                 boxes[i].n, boxes[i].from);
-  }
-}
-
-static void gather_numbers(struct rank *rank, int round)
-{
-  uint64_t all[MOST_RANKS + 1], mine = mix((uint64_t)(round * 100 + rank->number));
-  all[rank->ranks] = 0x5a5a;
-  rank->status = gather(rank->transport, &mine, sizeof mine, all);
-  for (int r = 0; r < rank->ranks && !rank->status; r++)
-    if (all[r] != mix((uint64_t)(round * 100 + r)))
-      snprintf(rank->failure, sizeof rank->failure, "gather %d: part of rank %d", round, r);
-  if (all[rank->ranks] != 0x5a5a)
-    snprintf(rank->failure, sizeof rank->failure, "gather wrote too far");
-}
-
-static void *exchange_randomly(void *arg)
-{
-  enum { MOST_BOXES = MOST_RANKS * MOST_MESSAGES };
   struct rank *rank = arg;
-  uint64_t mine = mix(rank->seed + (uint64_t)rank->number);
-  for (int round = 0; round < ROUNDS && !rank->status; round++) {
-    struct box sent[MOST_BOXES], boxes[MOST_BOXES];
-    int sent_count = 0;
-    const int count = post_round(rank, &mine, round, sent, &sent_count, boxes);
-    bool done = false;
-    for (int i = below(&mine, 4); i > 0 && !rank->status; i--)
-      rank->status = test(rank->transport, &done);
-    // Gathers may lie between the posts and the wait, or after it, but for all ranks alike.
-    if (!rank->status && round % 2) gather_numbers(rank, 2 * round);
-    if (!rank->status && below(&mine, 2))
-      while (!done && !rank->status) rank->status = test(rank->transport, &done);
-    if (!rank->status) rank->status = wait(rank->transport);
-    if (!rank->status) gather_numbers(rank, 2 * round + 1);
-    if (rank->status) snprintf(rank->failure, sizeof rank->failure, "%.250s", swathe_error());
-    else check_boxes(rank, round, boxes, count);
-    for (int i = 0; i < count; i++) free(boxes[i].data);
-    for (int i = 0; i < sent_count; i++) free(sent[i].data);
-  }
+  exchange_randomly(rank->transport, rank->seed, rank->failure, sizeof rank->failure);
   return rank;
 }
 
@@ -240,7 +122,7 @@ static void random_messages_arrive(void **state)
     for (uint64_t seed = 0; seed < 6; seed++) {
       struct rank all[MOST_RANKS] = { { 0 } };
       struct swathe_threads *group = make_group(ranks, 60);
-      run_ranks(group, all, ranks, mix(seed * 8 + (uint64_t)ranks), exchange_randomly);
+      run_ranks(group, all, ranks, exchange_mix(seed * 8 + (uint64_t)ranks), exchange_messages);
       swathe_threads_destroy(group);
     }
 }
@@ -469,7 +351,7 @@ static void *fail_amid_a_copy(void *arg)
   enum swathe_status status = post_one(rank->transport, rank->number == 0, 1 - rank->number,
                                        rank->buffer, rank->bytes);
   if (rank->number == 1) {
-    usleep((useconds_t)below(&rank->seed, 1500));
+    usleep((useconds_t)exchange_below(&rank->seed, 1500));
     swathe_threads_abort(rank->group, 1, "enough");
     status = wait(rank->transport);
     mprotect(rank->buffer, rank->bytes, PROT_NONE);
@@ -490,7 +372,7 @@ static void told_ranks_are_left_alone(void **state)
     all[1].buffer =
         mmap(NULL, LARGE_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     assert_true(all[1].buffer != MAP_FAILED);
-    run_ranks(group, all, 2, mix(i), fail_amid_a_copy);
+    run_ranks(group, all, 2, exchange_mix(i), fail_amid_a_copy);
     munmap(all[1].buffer, LARGE_BYTES);
     swathe_threads_destroy(group);
   }
@@ -566,6 +448,146 @@ static void gathers_fail_together(void **state)
   swathe_threads_destroy(group);
 }
 
+// ---- A transport of the caller's own -----------------------------------------------------------
+
+// Carried by the threads transport, whose public calls are all it needs.
+static int carry(enum swathe_status status, char *words, size_t size)
+{
+  if (status) snprintf(words, size, "%s", swathe_error());
+  return (int)status;
+}
+
+static int carry_post(void *user, const struct swathe_transfer *transfers, int32_t count,
+                      char *words, size_t size)
+{
+  struct sw_transport_message messages[64];
+  for (int32_t i = 0; i < count; i++)
+    messages[i] = (struct sw_transport_message){ transfers[i].data, transfers[i].bytes,
+                                                 transfers[i].peer, transfers[i].send,
+                                                 NULL };
+  return carry(post(user, messages, count), words, size);
+}
+
+static int carry_test(void *user, int *done, char *words, size_t size)
+{
+  bool finished = false;
+  const int failed = carry(test(user, &finished), words, size);
+  *done = finished;
+  return failed;
+}
+
+static int carry_wait(void *user, double deadline_s, char *words, size_t size)
+{
+  (void)deadline_s;
+  return carry(wait(user), words, size);
+}
+
+static int carry_gather(void *user, const void *mine, size_t bytes, void *all, char *words,
+                        size_t size)
+{
+  return carry(gather(user, mine, bytes, all), words, size);
+}
+
+static void *exchange_by_own_calls(void *arg)
+{
+  struct rank *rank = arg;
+  struct swathe_transport *custom = NULL;
+  const struct swathe_custom calls = {
+    .rank = rank->number,
+    .ranks = rank->ranks,
+    .user = rank->transport,
+    .post = carry_post,
+    .test = rank->seed % 3 == 0 ? NULL : carry_test,
+    .wait = rank->seed % 3 == 1 ? NULL : carry_wait,
+    .gather = rank->seed % 2 ? NULL : carry_gather,
+  };
+  if (swathe_custom_create(&calls, &custom))
+    snprintf(rank->failure, sizeof rank->failure, "%.250s", swathe_error());
+  else exchange_randomly(custom, rank->seed, rank->failure, sizeof rank->failure);
+  swathe_transport_destroy(custom);
+  return rank;
+}
+
+static void own_calls_carry_messages(void **state)
+{
+  (void)state;
+  for (uint64_t seed = 0; seed < 12; seed++) {
+    struct rank all[MOST_RANKS] = { { 0 } };
+    const int ranks = 1 + (int)(seed % 4);
+    struct swathe_threads *group = make_group(ranks, 60);
+    run_ranks(group, all, ranks, seed, exchange_by_own_calls);
+    swathe_threads_destroy(group);
+  }
+}
+
+static int never_done(void *user, int *done, char *words, size_t size)
+{
+  (void)user;
+  (void)words;
+  (void)size;
+  *done = 0;
+  return 0;
+}
+
+static int refuse(void *user, const struct swathe_transfer *transfers, int32_t count, char *words,
+                  size_t size)
+{
+  (void)user;
+  snprintf(words, size, "%d of %zu bytes are too many", count, transfers->bytes);
+  return SWATHE_DISAGREE;
+}
+
+static int accept_all(void *user, const struct swathe_transfer *transfers, int32_t count,
+                      char *words, size_t size)
+{
+  (void)transfers;
+  (void)words;
+  (void)size;
+  *(int *)user += count;
+  return 0;
+}
+
+static void count_destroyed(void *user) { *(int *)user += 100; }
+
+static void own_calls_fail_for_good(void **state)
+{
+  struct swathe_custom calls = { .rank = 1, .ranks = 2, .name = "pigeons", .deadline_s = 0.05 };
+  struct swathe_transport *custom = NULL;
+  int counted = 0;
+  char byte = 0;
+  (void)state;
+  assert_int_equal(swathe_custom_create(&calls, &custom), SWATHE_BAD_USE);  // nothing to call
+  calls.post = refuse;
+  calls.test = never_done;
+  calls.rank = 2;
+  assert_int_equal(swathe_custom_create(&calls, &custom), SWATHE_BAD_USE);
+  calls.rank = 1;
+  assert_int_equal(swathe_custom_create(&calls, &custom), SWATHE_OK);
+  assert_int_equal(post_one(custom, true, 1, &byte, 1), SWATHE_BAD_USE);
+  assert_int_equal(post_one(custom, true, 0, &byte, 1), SWATHE_DISAGREE);
+  const char *const refused[] = { "pigeons of rank 1 failed to post", "1 of 1 bytes", NULL };
+  expect_words(swathe_error(), refused);
+  assert_int_equal(wait(custom), SWATHE_DISAGREE);
+  const char *const before[] = { "unusable", "1 of 1 bytes", NULL };
+  expect_words(swathe_error(), before);
+  swathe_transport_destroy(custom);
+
+  calls.post = accept_all;
+  calls.user = &counted;
+  calls.destroy = count_destroyed;
+  assert_int_equal(swathe_custom_create(&calls, &custom), SWATHE_OK);
+  assert_int_equal(wait(custom), SWATHE_OK);  // nothing was posted
+  assert_int_equal(post_one(custom, true, 0, &byte, 1), SWATHE_OK);
+  assert_false(custom->holds_memory);
+  assert_int_equal(wait(custom), SWATHE_TIMEOUT);
+  const char *const late[] = { "to finish what was posted", "waited 0.05 s", NULL };
+  expect_words(swathe_error(), late);
+  assert_true(custom->holds_memory);
+  assert_int_equal(gather(custom, &byte, 1, &byte), SWATHE_TIMEOUT);
+  swathe_transport_destroy(custom);
+  assert_int_equal(counted, 101);
+}
+
 // ---- Faults at random --------------------------------------------------------------------------
 
 enum fault { HEALTHY, ABSENT, LATE, WRONG_BYTES, ABORTS, SKIPS_GATHER, FAULTS };
@@ -577,9 +599,10 @@ static void *ring_with_a_fault(void *arg)
 {
   struct rank *rank = arg;
   uint64_t seed = rank->seed;
-  const int culprit = below(&seed, rank->ranks), when = below(&seed, 2);
-  const enum fault kind = (enum fault)below(&seed, FAULTS);
-  const size_t bytes = (size_t)(1 + below(&seed, below(&seed, 2) ? RING_BYTES : 200));
+  const int culprit = exchange_below(&seed, rank->ranks), when = exchange_below(&seed, 2);
+  const enum fault kind = (enum fault)exchange_below(&seed, FAULTS);
+  const int most = exchange_below(&seed, 2) ? RING_BYTES : 200;
+  const size_t bytes = (size_t)(1 + exchange_below(&seed, most));
   const int next = (rank->number + 1) % rank->ranks,
             previous = (rank->number + rank->ranks - 1) % rank->ranks;
   char *sent = malloc(RING_BYTES + 8), all[MOST_RANKS], mine = (char)rank->number;
@@ -588,7 +611,7 @@ static void *ring_with_a_fault(void *arg)
   for (int round = 0; round < 2 && !status; round++) {
     const enum fault fault = rank->number == culprit && round == when ? kind : HEALTHY;
     if (fault == ABSENT) break;
-    if (fault == LATE) usleep((useconds_t)below(&seed, 12000));
+    if (fault == LATE) usleep((useconds_t)exchange_below(&seed, 12000));
     if (fault == ABORTS) swathe_threads_abort(rank->group, rank->number, "a fault");
     const size_t sent_bytes = bytes + (fault == WRONG_BYTES);
     const struct sw_transport_message messages[] = {
@@ -596,7 +619,7 @@ static void *ring_with_a_fault(void *arg)
     };
     status = post(rank->transport, messages, 2);
     bool done = false;
-    if (!status && below(&seed, 2)) status = test(rank->transport, &done);
+    if (!status && exchange_below(&seed, 2)) status = test(rank->transport, &done);
     if (!status) status = wait(rank->transport);
     for (size_t i = 0; !status && i < bytes; i++)
       if (rank->buffer[i] != 1 + previous)
@@ -624,11 +647,11 @@ static void random_faults_never_hang(void **state)
   (void)state;
   alarm(240);  // the watchdog
   for (uint64_t seed = 0; seed < CASES; seed++) {
-    const int ranks = 2 + (int)(mix(seed) % 4);
+    const int ranks = 2 + (int)(exchange_mix(seed) % 4);
     struct rank all[MOST_RANKS] = { { 0 } };
     struct swathe_threads *group = make_group(ranks, 0.006);
     for (int r = 0; r < ranks; r++) all[r].buffer = buffers[r], all[r].bytes = sizeof buffers[r];
-    run_ranks(group, all, ranks, mix(seed), ring_with_a_fault);
+    run_ranks(group, all, ranks, exchange_mix(seed), ring_with_a_fault);
     for (int r = 0; r < ranks; r++) {
       failed += all[r].status != SWATHE_OK;
       sound += all[r].status == SWATHE_OK;
@@ -657,6 +680,8 @@ int main(void)
     cmocka_unit_test(abort_wakes_everyone),
     cmocka_unit_test(told_ranks_are_left_alone),
     cmocka_unit_test(gathers_fail_together),
+    cmocka_unit_test(own_calls_carry_messages),
+    cmocka_unit_test(own_calls_fail_for_good),
     cmocka_unit_test(random_faults_never_hang),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
