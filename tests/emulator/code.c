@@ -327,10 +327,22 @@ static int among(const char *part, const char *const *list)
 
 // ---- families of instructions
 
+// What a conversion does to a register that is wider than the type it reads, as PTX allows.
+static const struct plain *of_low_half(struct maker *maker, const struct plain *plain)
+{
+  if (maker->now->count != 2 || plain->cells[1] == '6') return plain;
+  const struct ptx_operand *from = operand(maker, 1);
+  if (from->kind != PTX_REG || bits_of(maker, from) != 64) return plain;
+  if (plain->code == CODE_s64_S32) return find_plain("low.s64.s32");
+  if (plain->code == CODE_u64_U32) return find_plain("low.u64.u32");
+  return plain;
+}
+
 static bool make_plain(struct maker *maker)
 {
   const struct plain *plain = find_plain(maker->now->name);
   if (!plain) return false;
+  plain = of_low_half(maker, plain);
   if (!strncmp(maker->now->name, "mov.", 4)) {
     if (maker->now->count > 2) return false;  // {a, b}
     const struct ptx_operand *from = operand(maker, 1);

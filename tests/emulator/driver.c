@@ -952,6 +952,18 @@ API CUresult cuStreamIsCapturing(CUstream stream, int *state)
   return SUCCESS;
 }
 
+// Nothing that is called here is unsafe in a capture, whatever its mode.
+API CUresult cuThreadExchangeStreamCaptureMode(int *mode)
+{
+  static _Thread_local int held;
+  ENTER;
+  if (*mode < 0 || *mode > 2) return INVALID_VALUE;
+  const int before = held;
+  held = *mode;
+  *mode = before;
+  return SUCCESS;
+}
+
 API CUresult cuGraphInstantiateWithFlags(CUgraphExec *exec, CUgraph graph,
                                          unsigned long long flags)
 {

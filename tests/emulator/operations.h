@@ -190,6 +190,9 @@ NARROW("s32", int32_t, s32)
 NARROW("u64", uint64_t, u64)
 NARROW("s64", int64_t, s64)
 #undef NARROW
+// of the low half of a 64 bit register, which code.c calls so
+ONE(S64_LOW, "low.s64.s32", s64, u64, (int32_t)a)
+ONE(U64_LOW, "low.u64.u32", u64, u64, (uint32_t)a)
 
 // ---- two halves of a register
 THREE(FMA_F16X2, "fma.rn.f16x2", u32, u32, u32, u32,
