@@ -80,7 +80,7 @@ static void answers_without_a_verb(void **state)
 static void every_verb_has_help_with_examples(void **state)
 {
   (void)state;
-  static const char *const verbs[] = { "models", "emit", "compile", "plan", "run", "tune",
+  static const char *const verbs[] = { "models", "emit", "compile", "plan", "run", "bench", "tune",
                                        "db list", "db show", "db best", "db report", "doctor" };
   for (size_t i = 0; i < sizeof verbs / sizeof verbs[0]; i++) {
     char words[64], usage[64];

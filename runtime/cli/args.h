@@ -67,6 +67,16 @@
     "compare with the reference; exit 1 if any error is above its limit")                          \
   X(SEED, "seed", "N", VERB, "of the random data and of the tokens checked; default 1")            \
   X(REPEAT, "repeat", "N", VERB, "run N times; best and median times are shown; default 1")        \
+  X(LINK, "link", "GB/s,us[;intra:...]", VERB,                                                     \
+    "also the times on paper over links of that bandwidth and latency; \";intra:GB/s,us,RANKS\" "  \
+    "are those within nodes of so many ranks")                                                     \
+  X(ATTENTION_US, "attention-us", "US", VERB,                                                      \
+    "with --link: how long attention forward takes on a rank's share")                             \
+  X(TFLOPS, "tflops", "X", VERB, "with --link: how fast a rank computes attention instead")        \
+  X(STRATEGIES, "strategies", "NAME,...", VERB,                                                    \
+    "of halo, all_gather, a2a, ring, ring_all; default all")                                       \
+  X(ROUNDS, "rounds", "N", VERB, "measure N times, in turns; default 5")                           \
+  X(HTML, "html", "FILE", VERB, "also write a page with a picture")                                \
   X(TRANSPORT, "transport", "threads", VERB,                                                       \
     "how the ranks reach each other; threads of a process")                                        \
   X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                 \
@@ -105,7 +115,7 @@ struct cli_verb {
   const char *summary;   // one line, for the list of verbs
   const char *details;   // paragraphs for --help, or NULL
   uint64_t options;
-  const char *examples[8];  // what it does, the command, and so on; NULL ends
+  const char *examples[10];  // what it does, the command, and so on; NULL ends
   enum cli_exit (*run)(const struct cli_args *args);
 };
 

@@ -7,7 +7,7 @@
 
 // In the order of `swathe --help`.
 #define VERB_MAP(X) \
-  X(models) X(emit) X(compile) X(plan) X(run) X(tune) X(db_list) X(db_show) X(db_best)           \
+  X(models) X(emit) X(compile) X(plan) X(run) X(bench) X(tune) X(db_list) X(db_show) X(db_best)  \
   X(db_report) X(doctor)
 
 #define DECLARE_VERB(name) extern const struct cli_verb cli_verb_##name;

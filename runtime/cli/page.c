@@ -1,4 +1,4 @@
-// page.c: puts pieces of templates/report.html together.  See page.h.
+// page.c: puts pieces of templates/*.html together.  See page.h.
 #include "page.h"
 
 #include "report.h"
@@ -17,11 +17,11 @@ extern const struct sw_embedded cli_page_texts[];
 
 static const char mark[] = "<!--@ ";
 
-// A piece of the template without its last line break; NULL if there is no such piece.
-static const char *find_piece(const char *name, size_t *size)
+// A piece of a template without its last line break; NULL if there is no such piece.
+static const char *find_piece_in(const struct sw_embedded *text, const char *name, size_t *size)
 {
   const size_t length = strlen(name);
-  const char *at = cli_page_texts[0].text, *end = at + cli_page_texts[0].size;
+  const char *at = text->text, *end = at + text->size;
 
   while ((at = memmem(at, (size_t)(end - at), mark, sizeof mark - 1))) {
     at += sizeof mark - 1;
@@ -34,6 +34,14 @@ static const char *find_piece(const char *name, size_t *size)
     return at;
   }
   return NULL;
+}
+
+static const char *find_piece(const char *name, size_t *size)
+{
+  const char *piece = NULL;
+  for (const struct sw_embedded *text = cli_page_texts; text->name && !piece; text++)
+    piece = find_piece_in(text, name, size);
+  return piece;
 }
 
 enum cli_exit cli_page_begin(struct cli_page *page)

@@ -1,5 +1,6 @@
-// page.h: one HTML page from templates/report.html.  All markup stands in the template and every
-// value is escaped on its way in: a text of a shared database can say anything and change nothing.
+// page.h: one HTML page from the pieces of templates/*.html.  All markup stands in the templates,
+// and every value is escaped on its way in: a text of a shared database can say anything and change
+// nothing.
 //
 // The template is pieces.  A line "<!--@ NAME -->" begins one, the line break before the next such
 // line ends it; $(name) in it is a value's place.

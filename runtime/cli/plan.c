@@ -1,5 +1,5 @@
 // plan.c: the verb `plan`: who sends what to whom, and what other ways of sharing would move.
-#include "given.h"
+#include "paper_report.h"
 #include "report.h"
 
 #include <inttypes.h>
@@ -14,6 +14,7 @@ struct plan {
   struct cli_table messages;
   json_t *messages_json;
   int64_t message_count;
+  json_t *paper;                   // with --link
 };
 
 static void visit(void *arg, const struct swathe_message *message)
@@ -93,6 +94,7 @@ static enum cli_exit print_json(struct plan *plan)
     json_object_set_new(document, "messages", plan->messages_json);
     plan->messages_json = NULL;
   }
+  if (plan->paper) json_object_set(document, "paper", plan->paper);
   return cli_report_json(document, CLI_OK);
 }
 
@@ -174,7 +176,8 @@ static void print_text(struct plan *plan)
   else printf("none: every rank holds all keys it sees\n");
 }
 
-static enum cli_exit print_plan(const struct cli_args *args, const struct cli_given *given)
+static enum cli_exit print_plan(const struct cli_args *args, const struct cli_given *given,
+                                const struct cli_paper_cluster *cluster)
 {
   static const char *const titles[] = { "from", "to", "document", "position", "tokens", "hops" };
   struct plan plan = {
@@ -198,9 +201,14 @@ static enum cli_exit print_plan(const struct cli_args *args, const struct cli_gi
     code = cli_fail_library(status, "this sequence cannot be planned");
   } else {
     add_up(&plan);
-    if (plan.json) code = print_json(&plan);
-    else print_text(&plan);
+    if (plan.json && args->value[CLI_LINK])
+      code = cli_paper_report_json(given, cluster, &plan.paper);
+    if (!code && plan.json) code = print_json(&plan);
+    if (!code && !plan.json) print_text(&plan);
+    if (!code && !plan.json && args->value[CLI_LINK])
+      code = cli_paper_report_print(given, cluster);
   }
+  json_decref(plan.paper);
   json_decref(plan.messages_json);
   cli_report_drop(&plan.messages);
   free(plan.traffic);
@@ -210,8 +218,10 @@ static enum cli_exit print_plan(const struct cli_args *args, const struct cli_gi
 static enum cli_exit run(const struct cli_args *args)
 {
   struct cli_given given = { 0 };
-  enum cli_exit code = cli_given_read(args, false, NULL, &given);
-  if (!code) code = print_plan(args, &given);
+  struct cli_paper_cluster cluster;
+  enum cli_exit code = cli_paper_read(args, &cluster);
+  if (!code) code = cli_given_read(args, false, NULL, &given);
+  if (!code) code = print_plan(args, &given, &cluster);
   cli_given_close(&given);
   return code;
 }
@@ -222,10 +232,15 @@ const struct cli_verb cli_verb_plan = {
   .summary = "Show who sends what to whom.",
   .details =
       "Rows, halo, bytes and hops of each rank, beside what all-gather, all-to-all and ring would "
-      "move.  Pure arithmetic; nothing runs.",
-  .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_STORE_OPTIONS | CLI_BIT(MESSAGES),
+      "move.  With --link also how long each would take on a cluster that one describes, and where "
+      "the halo matters.  Pure arithmetic; nothing runs.",
+  .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_STORE_OPTIONS | CLI_BIT(MESSAGES) |
+             CLI_BIT(LINK) | CLI_BIT(ATTENTION_US) | CLI_BIT(TFLOPS),
   .examples = { "a preset at 128k tokens over 8 ranks",
                 "swathe plan --model gpt-oss-20b --tokens 131072 --ranks 8",
+                "times over 50 GB/s between and 450 GB/s within nodes of 8 ranks",
+                "swathe plan --model gpt-oss-20b --tokens 131072 --ranks 8 --tflops 500 "
+                "--link '50,20;intra:450,8,8'",
                 "packed documents, zigzag within each, every message",
                 "swathe plan --model gemma-3-1b --documents 4096,512,9000 --ranks 4 "
                 "--layout zigzag-doc --messages",

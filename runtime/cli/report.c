@@ -11,7 +11,7 @@
 #include <sys/ioctl.h>
 #include <unistd.h>
 
-struct cli_text cli_report_bytes(int64_t bytes)
+struct cli_text cli_report_size(int64_t bytes)
 {
   static const char *const units[] = { "KiB", "MiB", "GiB", "TiB", "PiB", "EiB" };
   struct cli_text text;
@@ -19,11 +19,21 @@ struct cli_text cli_report_bytes(int64_t bytes)
   int unit = 0;
 
   if (bytes < 1024) {
-    snprintf(text.text, sizeof text.text, "%" PRId64, bytes);
+    snprintf(text.text, sizeof text.text, "%" PRId64 " B", bytes);
     return text;
   }
   for (; value >= 1024 && unit < 5; unit++) value /= 1024;
-  snprintf(text.text, sizeof text.text, "%" PRId64 " (%.1f %s)", bytes, value, units[unit]);
+  snprintf(text.text, sizeof text.text, "%.1f %s", value, units[unit]);
+  return text;
+}
+
+struct cli_text cli_report_bytes(int64_t bytes)
+{
+  struct cli_text text;
+  if (bytes < 1024) snprintf(text.text, sizeof text.text, "%" PRId64, bytes);
+  else
+    snprintf(text.text, sizeof text.text, "%" PRId64 " (%.24s)", bytes,
+             cli_report_size(bytes).text);
   return text;
 }
 

@@ -10,6 +10,8 @@
 // "260096 (254.0 KiB)", or the number alone below 1 KiB.
 struct cli_text { char text[64]; };
 struct cli_text cli_report_bytes(int64_t bytes);
+// The human unit alone: "254.0 KiB", "812 B".
+struct cli_text cli_report_size(int64_t bytes);
 // "812 us", "1.2 ms", "3.4 s".
 struct cli_text cli_report_time(double us);
 struct cli_text cli_report_number(int decimals, double value);
