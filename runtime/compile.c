@@ -138,6 +138,7 @@ enum swathe_status swathe_compile(struct swathe_context *context,
     status = make_kernel(context, problem, &aim, sw_context_kernel_name(direction), &result);
   // a layer on CUDA copies by kernels, too, which have no config
   if (!status && aim.cuda) status = make_kernel(context, problem, &aim, "copies", &copies);
+  snprintf(result.isa, sizeof result.isa, "%s", aim.isa);
   if (!status) *compiled = result;
   return status;
 }

@@ -499,7 +499,7 @@ struct swathe_kernel_use {
 };
 
 struct swathe_compiled {
-  char config[512];
+  char config[512], isa[32];
   bool cached;          // loaded from the cache, nothing was compiled
   double compile_s;     // 0 when cached
   size_t binary_bytes;

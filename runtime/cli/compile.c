@@ -51,8 +51,8 @@ static enum cli_exit compile_one(const struct cli_args *args, const struct cli_g
   if (status)
     return cli_fail_library(status, "the %s kernel cannot be compiled%s%s",
                             cli_compiled_directions[direction], isa ? " for " : "", isa ? isa : "");
-  json_array_append_new(kernels, cli_compiled_json(direction, isa, &compiled));
-  if (!args->value[CLI_JSON]) cli_compiled_print(direction, isa, &compiled);
+  json_array_append_new(kernels, cli_compiled_json(direction, &compiled));
+  if (!args->value[CLI_JSON]) cli_compiled_print(direction, &compiled);
   return CLI_OK;
 }
 

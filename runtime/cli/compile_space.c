@@ -158,7 +158,7 @@ static struct totals count_states(const struct walk *walk)
 static json_t *candidate_json(const struct candidate *candidate)
 {
   if (candidate->state == COMPILED)
-    return cli_compiled_json(candidate->direction, candidate->isa, &candidate->compiled);
+    return cli_compiled_json(candidate->direction, &candidate->compiled);
   return json_pack("{s:s, s:s?, s:s, s:s}", "kernel", cli_compiled_directions[candidate->direction],
                    "isa", candidate->isa, "config", candidate->config, "failed",
                    candidate->words ? candidate->words : "");
@@ -184,7 +184,8 @@ static void add_row(struct cli_table *table, const struct candidate *candidate)
 {
   const struct swathe_compiled *compiled = &candidate->compiled;
   const struct swathe_kernel_use most = cli_compiled_most(compiled);
-  if (candidate->isa) cli_report_cell(table, "%s", candidate->isa);
+  const char *given = candidate->isa ? candidate->isa : "-";
+  cli_report_cell(table, "%s", candidate->state == COMPILED ? compiled->isa : given);
   cli_report_cell(table, "%s", cli_compiled_directions[candidate->direction]);
   if (candidate->state == FAILED || !compiled->kernel_count) {
     for (int i = 0; i < 4; i++) cli_report_cell(table, "-");
@@ -201,12 +202,12 @@ static void add_row(struct cli_table *table, const struct candidate *candidate)
   cli_report_cell(table, "%s", candidate->config);
 }
 
-static void report_words(const struct walk *walk, const struct totals *totals, bool with_isa)
+static void report_words(const struct walk *walk, const struct totals *totals)
 {
   static const char *const titles[] = { "isa",    "kernel", "registers", "spills", "shared",
                                         "work",   "time",   "verdict",   "config" };
-  struct cli_table table = { .align = with_isa ? "llrrrrrll" : "lrrrrrll" };
-  for (size_t i = with_isa ? 0 : 1; i < sizeof titles / sizeof *titles; i++)
+  struct cli_table table = { .align = "llrrrrrll" };
+  for (size_t i = 0; i < sizeof titles / sizeof *titles; i++)
     cli_report_cell(&table, "%s", titles[i]);
   for (int64_t i = 0; i < walk->count; i++)
     if (walk->candidates[i].state != UNTRIED) add_row(&table, &walk->candidates[i]);
@@ -248,7 +249,7 @@ enum cli_exit cli_compile_space(const struct cli_args *args, const struct cli_gi
     const struct totals totals = count_states(&walk);
     code = judge(&walk, &totals);
     if (args->value[CLI_JSON]) code = report_json(&walk, &totals, code);
-    else report_words(&walk, &totals, isas[0] != NULL);
+    else report_words(&walk, &totals);
   }
   json_decref(walk.rules);
   free_candidates(&walk);

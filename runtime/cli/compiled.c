@@ -12,11 +12,10 @@ static json_t *use_json(const struct swathe_kernel_use *use)
                    use->barriers);
 }
 
-json_t *cli_compiled_json(enum swathe_direction direction, const char *isa,
-                          const struct swathe_compiled *compiled)
+json_t *cli_compiled_json(enum swathe_direction direction, const struct swathe_compiled *compiled)
 {
-  json_t *json = json_pack("{s:s, s:s?, s:s, s:b, s:o, s:I}", "kernel",
-                           cli_compiled_directions[direction], "isa", isa, "config",
+  json_t *json = json_pack("{s:s, s:s, s:s, s:b, s:o, s:I}", "kernel",
+                           cli_compiled_directions[direction], "isa", compiled->isa, "config",
                            compiled->config, "cached", compiled->cached, "compile_s",
                            cli_report_real(compiled->compile_s), "binary_bytes",
                            (json_int_t)compiled->binary_bytes);
@@ -53,11 +52,10 @@ static void print_uses(const struct swathe_compiled *compiled)
   cli_report_table(&table);
 }
 
-void cli_compiled_print(enum swathe_direction direction, const char *isa,
-                        const struct swathe_compiled *compiled)
+void cli_compiled_print(enum swathe_direction direction, const struct swathe_compiled *compiled)
 {
-  printf("%s%s%s\n  config    %s\n", cli_compiled_directions[direction], isa ? " for " : "",
-         isa ? isa : "", compiled->config);
+  printf("%s for %s\n  config    %s\n", cli_compiled_directions[direction], compiled->isa,
+         compiled->config);
   if (compiled->cached) printf("  compiled  not again: it was in the cache\n");
   else printf("  compiled  in %s\n", cli_report_time(compiled->compile_s * 1e6).text);
   printf("  bytes     %s\n", cli_report_bytes((int64_t)compiled->binary_bytes).text);

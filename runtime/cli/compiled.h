@@ -7,13 +7,10 @@
 
 extern const char *const cli_compiled_directions[2];  // by enum swathe_direction
 
-// `isa` NULL: the context's own, not shown.
-json_t *cli_compiled_json(enum swathe_direction direction, const char *isa,
-                          const struct swathe_compiled *compiled);
+json_t *cli_compiled_json(enum swathe_direction direction, const struct swathe_compiled *compiled);
 
 // Paragraph of one kernel; of a CUDA image with a table of what its kernels use.
-void cli_compiled_print(enum swathe_direction direction, const char *isa,
-                        const struct swathe_compiled *compiled);
+void cli_compiled_print(enum swathe_direction direction, const struct swathe_compiled *compiled);
 
 // The most that any kernel of the image uses; spills of all.
 struct swathe_kernel_use cli_compiled_most(const struct swathe_compiled *compiled);
