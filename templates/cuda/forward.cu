@@ -44,8 +44,11 @@ struct part {
   int row;                             // its first row
   int q_begin, q_end;                  // its queries, counted from the tile's first
   float factor;                        // from a product q . k to its score, in powers of two
-  float cap;                           // softcap in powers of two
+  unsigned flip;                       // signs of a pair of query elements: the factor has none
 };
+
+// What a key that a query does not see scores.  Smaller than LOWEST by any factor.
+#define UNSEEN -__int_as_float(0x7f800000)
 
 // ---- scores -------------------------------------------------------------------------------------
 
@@ -55,27 +58,35 @@ typedef struct chunk queries[STEPS_QK][BANDS];
 typedef unsigned queries;              // where the warp's rows of the tile lie
 //@ end
 
-DEVICE void take_queries(queries &q, unsigned tile) {
+DEVICE struct chunk read_queries(unsigned tile, int m, int d, unsigned flip) {
+  struct chunk a = operand_a(tile, HEAD_DIM_QK, 16 * m, 2 * d);
+#pragma unroll
+  for (int i = 0; i < 4; i++) a.word[i] ^= flip;
+  return a;
+}
+
+DEVICE void take_queries(queries &q, unsigned tile, unsigned flip) {
 //@ if Q_IN_REGS == 1 then
 #pragma unroll
   for (int d = 0; d < STEPS_QK; d++)
 #pragma unroll
-    for (int m = 0; m < BANDS; m++) q[d][m] = operand_a(tile, HEAD_DIM_QK, 16 * m, 2 * d);
+    for (int m = 0; m < BANDS; m++) q[d][m] = read_queries(tile, m, d, flip);
 //@ else
   q = tile;
 //@ end
 }
 
-DEVICE struct chunk query_operand(const queries &q, int m, int d) {
+DEVICE struct chunk query_operand(const queries &q, int m, int d, unsigned flip) {
 //@ if Q_IN_REGS == 1 then
   return q[d][m];
 //@ else
-  return operand_a(q, HEAD_DIM_QK, 16 * m, 2 * d);
+  return read_queries(q, m, d, flip);
 //@ end
 }
 
 // s = q k^T
-DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigned k) {
+DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigned k,
+                       unsigned flip) {
 #pragma unroll
   for (int m = 0; m < BANDS; m++)
 #pragma unroll
@@ -86,7 +97,7 @@ DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigne
   for (int d = 0; d < STEPS_QK; d++) {
     struct chunk a[BANDS];
 #pragma unroll
-    for (int m = 0; m < BANDS; m++) a[m] = query_operand(q, m, d);
+    for (int m = 0; m < BANDS; m++) a[m] = query_operand(q, m, d, flip);
 #pragma unroll
     for (int n = 0; n < STEPS_K; n++) {
       struct chunk b = operands_b_transposed(k, HEAD_DIM_QK, 16 * n, 2 * d);
@@ -115,47 +126,57 @@ template <typename Body> DEVICE void for_scores(float s[BANDS][2 * STEPS_K][4], 
       for (int e = 0; e < 4; e++) body(s[m][n][e], m, n, e);
 }
 
-// From products to scores in powers of two, NEVER where a query does not see the key.
+// Caps the scores, and hides from each query what it does not see.
 DEVICE void finish_scores(float s[BANDS][2 * STEPS_K][4], const struct part &part,
-                          const struct key_tile &keys, struct band band,
-                          const struct sw_run *runs) {
-  for_scores(s, [&](float &x, int, int, int) {
-    x *= part.factor;
+                          const struct sw_attention_args &args, const struct key_tile &keys,
+                          struct band band) {
 //@ if SOFTCAP == 1 then
-    x = tanh_of(x) * part.cap;
-//@ end
+  for_scores(s, [&](float &x, int, int, int) {
+    x = tanh_of(x * part.factor) * (args.softcap * LOG2E);
   });
-  if (keys.keys < BLOCK_K || !all_see_all(band, part.q_begin, part.q_end, BLOCK_K)) {
+//@ end
+  // all of the warp's queries see the keys from begin to end
+  int begin = part.q_end - 1 + band.first, end = part.q_begin + band.last + 1;
+  if (end > keys.keys) end = keys.keys;
+  if (begin > 0 || end < BLOCK_K) {
     struct sight sight[BANDS][2];
 #pragma unroll
     for (int m = 0; m < BANDS; m++)
 #pragma unroll
       for (int r = 0; r < 2; r++)
         sight[m][r] = sight_of(band, row_of(part, m, r) / PACK, keys.keys);
-    for_scores(s, [&](float &x, int m, int n, int e) {
-      if (!sees(sight[m][e / 2], key_of(n, e))) x = NEVER;
-    });
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS_K; n++)
+      if (8 * n < begin || 8 * n + 8 > end)
+#pragma unroll
+        for (int m = 0; m < BANDS; m++)
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            if (!sees(sight[m][e / 2], key_of(n, e))) s[m][n][e] = UNSEEN;
   }
-  for_gaps(keys, runs, [&](int begin, int end) {
+  for_gaps(keys, args.runs, [&](int begin, int end) {
     for_scores(s, [&](float &x, int, int n, int e) {
-      if ((unsigned)(key_of(n, e) - begin) < (unsigned)(end - begin)) x = NEVER;
+      if ((unsigned)(key_of(n, e) - begin) < (unsigned)(end - begin)) x = UNSEEN;
     });
   });
 }
 
 // ---- softmax ------------------------------------------------------------------------------------
 
-// s = exp2(s - top), with the running maximum following, and all that was summed before.
-DEVICE void exponentiate(float s[BANDS][2 * STEPS_K][4], struct rows &rows) {
+// s = exp2(factor * s - top), with the running maximum following, and all that was summed before.
+DEVICE void exponentiate(float s[BANDS][2 * STEPS_K][4], float factor, struct rows &rows) {
+//@ if SOFTCAP == 1 then
+  factor = 1;                          // it went into the cap
+//@ end
 #pragma unroll
   for (int m = 0; m < BANDS; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float top = LOWEST;
+      float top = s[m][0][2 * r];
 #pragma unroll
       for (int n = 0; n < 2 * STEPS_K; n++)
         top = larger(top, larger(s[m][n][2 * r], s[m][n][2 * r + 1]));
-      top = larger(rows.top[m][r], row_largest(top));
+      top = larger(rows.top[m][r], row_largest(top) * factor);
 //@ if ONE_TILE == 0 then
       float shrink = exp2_of(rows.top[m][r] - top);
       rows.sum[m][r] *= shrink;
@@ -168,7 +189,8 @@ DEVICE void exponentiate(float s[BANDS][2 * STEPS_K][4], struct rows &rows) {
 #pragma unroll
       for (int n = 0; n < 2 * STEPS_K; n++)
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; e++) sum += s[m][n][e] = exp2_of(s[m][n][e] - top);
+        for (int e = 2 * r; e < 2 * r + 2; e++)
+          sum += s[m][n][e] = exp2_of(s[m][n][e] * factor - top);
       rows.sum[m][r] += sum;
     }
 }
@@ -266,25 +288,36 @@ DEVICE void store_out(unsigned tile, const struct part &part, const struct sw_vi
 
 // ---- the kernel ---------------------------------------------------------------------------------
 
+// The block's first query, counted from its unit's, and first head.  What follows from them is read
+// again where it is needed: registers are scarcer than loads.
+DEVICE sw_int64 first_token(const struct place &place) {
+  return (sw_int64)(place.y / GROUPS) * TILE_TOKENS;
+}
+DEVICE sw_int64 first_head(const struct place &place) {
+  return place.kv_head * GQA + place.y % GROUPS * PACK;
+}
+DEVICE sw_int64 first_row(const struct place &place) { return place.unit->row + first_token(place); }
+DEVICE sw_int64 first_position(const struct place &place) {
+  return place.unit->position + first_token(place);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 forward(const __grid_constant__ struct sw_cuda_args all) {
   const struct sw_attention_args &args = all.attention;
   struct place place = place_of_block(all);
-  sw_int64 token = (sw_int64)(place.y / GROUPS) * TILE_TOKENS;
-  if (token >= place.unit->tokens) return;
-  int tokens = place.unit->tokens - token < TILE_TOKENS ? (int)(place.unit->tokens - token)
-                                                        : TILE_TOKENS;
-  sw_int64 position = place.unit->position + token, row = place.unit->row + token;
-  sw_int64 head = place.kv_head * GQA + place.y % GROUPS * PACK;
+  sw_int64 left = place.unit->tokens - first_token(place);
+  if (left <= 0) return;
+  int tokens = left < TILE_TOKENS ? (int)left : TILE_TOKENS;
 
   int thread = (int)threadIdx.x;
   unsigned q_tile = shared_start(), k_tiles = q_tile + Q_BYTES;
   unsigned v_tiles = k_tiles + STAGES * K_BYTES;
-  struct key_tile keys = first_keys(args, place.unit, keys_of_some(position, tokens), BLOCK_K);
+  struct key_tile keys = first_keys(args, place.unit, keys_of_some(first_position(place), tokens),
+                                    BLOCK_K);
   struct key_tile ahead = keys;
 
-  load_queries(q_tile, ROWS, HEAD_DIM_QK, args.q, row, tokens, head, PACK, place.batch, thread,
-               THREADS);
+  load_queries(q_tile, ROWS, HEAD_DIM_QK, args.q, first_row(place), tokens, first_head(place), PACK,
+               place.batch, thread, THREADS);
 #pragma unroll
   for (int stage = 0; stage < (STAGES > 1 ? STAGES - 1 : 1); stage++) {
     if (ahead.keys)
@@ -303,8 +336,9 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
   part.q_begin = part.row / PACK;
   part.q_end = (part.row + WARP_ROWS - 1) / PACK + 1;
   if (part.q_end > tokens) part.q_end = tokens;
-  part.factor = SOFTCAP ? args.scale / args.softcap : args.scale * LOG2E;
-  part.cap = args.softcap * LOG2E;
+  float factor = SOFTCAP ? args.scale / args.softcap : args.scale * LOG2E;
+  part.factor = larger(fabsf(factor), 1e-37f);   // not 0, which would undo UNSEEN
+  part.flip = factor < 0 ? 0x80008000 : 0;
 
   struct rows rows;
 #pragma unroll
@@ -322,7 +356,7 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
   copy_wait(2 * (STAGES > 1 ? STAGES - 1 : 1) - 1);
   block_sync();
 //@ end
-  take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK));
+  take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK), part.flip);
 
   bool alone = keys.keys == 0;
 //@ if ONE_TILE == 1 then
@@ -347,10 +381,10 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     copy_commit();
     if (ahead.keys) next_keys(ahead, args.runs, BLOCK_K);
 //@ end
-    struct band band = band_of(position, keys.first);
+    struct band band = band_of(first_position(place), keys.first);
     bool seen = some_see_some(band, part.q_begin, part.q_end, keys.keys);
     float s[BANDS][2 * STEPS_K][4];
-    if (seen) score_keys(s, q, k_tile);
+    if (seen) score_keys(s, q, k_tile, part.flip);
 //@ if STAGES == 1 and ONE_TILE == 0 then
     block_sync();                                 // all have read K: the next may come
     if (ahead.keys)
@@ -359,8 +393,8 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
 //@ end
     struct weights weights;
     if (seen) {
-      finish_scores(s, part, keys, band, args.runs);
-      exponentiate(s, rows);
+      finish_scores(s, part, args, keys, band);
+      exponentiate(s, part.factor, rows);
       round_weights(weights, s);
     }
 //@ if ONE_TILE == 1 then
@@ -387,14 +421,15 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     block_sync();
   }
 
-  float factor[BANDS][2];
+  sw_int64 row = first_row(place), head = first_head(place);
+  float shares[BANDS][2];
 #pragma unroll
   for (int m = 0; m < BANDS; m++)
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       int at = row_of(part, m, r);
       bool exists = at < tokens * PACK;
-      factor[m][r] = finish_row(args, place, rows.top[m][r], row_sum(rows.sum[m][r]),
+      shares[m][r] = finish_row(args, place, rows.top[m][r], row_sum(rows.sum[m][r]),
                                 row + at / PACK, head + at % PACK, exists && thread % 4 == 0);
     }
 //@ if PITCH_QK == PITCH_V then
@@ -402,7 +437,7 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
 //@ else
   block_sync();
 //@ end
-  lay_out(q_tile, part, rows, factor);
+  lay_out(q_tile, part, rows, shares);
   warp_sync();
   store_out(q_tile, part, args.out, row, head, place.batch, tokens * PACK);
 }
