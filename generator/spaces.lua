@@ -44,12 +44,14 @@ local forward_tile = {
   stage_bytes = function(c)
     return c.block_k * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) * 16
   end,
-  -- S and O, or P and O where no running maximum needs O while there is S; operands, addresses
+  -- S and O, or P and O where no running maximum needs O while there is S; operands, addresses (one
+  -- stage needs more: the compiler then keeps what depends on the stage)
   registers = function(c, one_tile)
     local bands = c.warp_rows // 16
     local s, o = bands * c.block_k // 2, bands * padded(c.head_dim_v) // 2
     local q = c.q_in_regs * bands * padded(c.head_dim_qk) // 4
-    local others = c.head_dim_qk > 128 and 86 or 76
+    local others = 76 + (c.head_dim_qk > 128 and 10 or 0) +
+                   (one_tile == 0 and c.stages == 1 and 12 or 0)
     return q + others + (one_tile == 1 and math.max(s, s // 2 + o) or s + o)
   end,
   -- 1000 times the products made over those of visible pairs, of a tile amid a long document.  A
@@ -73,8 +75,10 @@ local forward_tile = {
 function forward_tile.candidates(c)
   local list = {}
   local function add(pack, warps, warp_rows, block_k)
-    list[#list + 1] = { pack = pack, warps = warps, warp_rows = warp_rows, block_k = block_k,
-                        stages = 1, q_in_regs = 0, min_blocks = 1 }
+    for stages = 1, 2 do
+      list[#list + 1] = { pack = pack, warps = warps, warp_rows = warp_rows, block_k = block_k,
+                          stages = stages, q_in_regs = 0, min_blocks = 1 }
+    end
   end
   for _, shape in ipairs { { 2, 16 }, { 4, 16 }, { 8, 16 }, { 4, 32 } } do
     local rows = shape[1] * shape[2]
@@ -97,14 +101,16 @@ function forward_tile.cost(c, knobs)
   local rows = forward_tile.rows(knobs)
   local tokens = rows // knobs.pack
   local one_tile = forward_tile.one_tile(knobs, tokens)
-  local shared = forward_tile.q_bytes(knobs) + forward_tile.stage_bytes(knobs)
+  local shared = forward_tile.q_bytes(knobs) + knobs.stages * forward_tile.stage_bytes(knobs)
   local registers = forward_tile.registers(knobs, one_tile)
   if shared > c.most_shared_bytes or registers > 255 then return nil end
+  if one_tile == 1 and knobs.stages > 1 then return nil end
   local blocks = math.min((c.most_shared_bytes + 1024) // (shared + 1024),
                           c.most_registers // ((registers + 7) // 8 * 8 * 32 * knobs.warps))
   -- a product; the operands it shares with the other band of a warp; the keys' way to the block,
   -- once for all its rows; what goes by tiles, not by keys; loads that nothing else hides
-  local keys = 16 / knobs.warp_rows + 48 / rows + (one_tile == 1 and 0 or 12 / knobs.block_k)
+  local keys = 16 / knobs.warp_rows + 48 / rows +
+               (one_tile == 1 and 0 or 12 / knobs.block_k + 0.2 / knobs.stages)
   return forward_tile.counted(knobs, tokens) / 1000 * (1 + keys) *
          (1 + 1 / (knobs.warps * blocks))
 end

@@ -830,7 +830,8 @@ static void banner_command_makes_it_again(void **state)
   };
   for (size_t i = 0; i < COUNT(rows); i++) {
     struct swathe_problem problem, again;
-    char shape[300], line[1200], kernel[32], target[32], isa[32], text[600], config[512];
+    char shape[300], line[1200], kernel[32], target[32], option[16], isa[32];
+    char text[600], config[512];
     snprintf(shape, sizeof shape,
              "q_heads=24,kv_heads=8,head_dim_qk=192,head_dim_v=128,window_left=unlimited,"
              "window_right=3,sinks=1,softcap=30,ranks=8,target=%s,dtype=%s",
@@ -841,9 +842,10 @@ static void banner_command_makes_it_again(void **state)
     assert_non_null(command);
     snprintf(line, sizeof line, "%.*s", (int)strcspn(command, "\n"), command);
     assert_int_equal(
-        sscanf(line, "swathe emit %31s --target %31s --isa %31s --problem %511s --config %511s",
-               kernel, target, isa, text, config),
-        5);
+        sscanf(line, "swathe emit %31s --target %31s --%15s %31s --problem %511s --config %511s",
+               kernel, target, option, isa, text, config),
+        6);
+    assert_string_equal(option, strcmp(target, "cuda") ? "isa" : "arch");
     assert_string_equal(target, rows[i].target);
     assert_string_equal(isa, rows[i].isa);
     strcat(text, ",target=");

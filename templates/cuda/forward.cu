@@ -296,7 +296,9 @@ DEVICE sw_int64 first_token(const struct place &place) {
 DEVICE sw_int64 first_head(const struct place &place) {
   return place.kv_head * GQA + place.y % GROUPS * PACK;
 }
-DEVICE sw_int64 first_row(const struct place &place) { return place.unit->row + first_token(place); }
+DEVICE sw_int64 first_row(const struct place &place) {
+  return place.unit->row + first_token(place);
+}
 DEVICE sw_int64 first_position(const struct place &place) {
   return place.unit->position + first_token(place);
 }
@@ -421,6 +423,7 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     block_sync();
   }
 
+  place = place_again(all);
   sw_int64 row = first_row(place), head = first_head(place);
   float shares[BANDS][2];
 #pragma unroll

@@ -21,6 +21,11 @@ extern __shared__ __align__(128) unsigned char shared_memory[];   // of the size
 DEVICE unsigned shared_start(void) {
   return (unsigned)__cvta_generic_to_shared(shared_memory);
 }
+// x, hidden from the compiler: what is made of it is worked out here, not kept from elsewhere.
+DEVICE unsigned afresh(unsigned x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 DEVICE unsigned lane(void) { return threadIdx.x & 31; }
 
 // ---- waiting ------------------------------------------------------------------------------------
@@ -361,15 +366,22 @@ struct place {
   int      y;                         // which tile (and group) of the item
 };
 
-DEVICE struct place place_of_block(const struct sw_cuda_args &args) {
+DEVICE struct place place_of(const struct sw_cuda_args &args, unsigned block, unsigned y) {
   struct place place;
-  unsigned item = (unsigned)args.first_item + blockIdx.x;   // units are listed: they are not 2^32
+  unsigned item = (unsigned)args.first_item + block;   // units are listed: they are not 2^32
   unsigned kv_heads = (unsigned)args.attention.kv_heads, batch = (unsigned)args.attention.batch;
   place.kv_head = item % kv_heads;
   place.batch = item / kv_heads % batch;
   place.unit = args.attention.units + item / kv_heads / batch;
-  place.y = (int)blockIdx.y;
+  place.y = (int)y;
   return place;
+}
+DEVICE struct place place_of_block(const struct sw_cuda_args &args) {
+  return place_of(args, blockIdx.x, blockIdx.y);
+}
+// The same, worked out again rather than kept in registers all along.
+DEVICE struct place place_again(const struct sw_cuda_args &args) {
+  return place_of(args, afresh(blockIdx.x), afresh(blockIdx.y));
 }
 
 // Row m of a tile of queries is query m / pack of the tile, head m % pack of its heads.  Rows of
