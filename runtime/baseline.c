@@ -73,9 +73,8 @@ void sw_baseline_destroy(struct swathe_layer *layer)
   sw_baseline_heads_destroy(layer);
   if (!baseline) return;
   for (int i = 0; i < 2 * WAYS; i++)
-    if (baseline->blocks[i / 2][i % 2].data)
-      sw_device_free(layer->device, baseline->blocks[i / 2][i % 2].data);
-  if (baseline->gathered.data) sw_device_free(layer->device, baseline->gathered.data);
+    sw_layer_release(layer, &baseline->blocks[i / 2][i % 2]);
+  sw_layer_release(layer, &baseline->gathered);
   if (baseline->planner) sw_halo_planner_destroy(baseline->planner);
   free_group(baseline);
   free(baseline->owner_rows);
@@ -478,7 +477,14 @@ static enum swathe_status begin_travel(struct swathe_layer *layer, enum travel t
   exchange->transport = layer->transport;
   exchange->layer = layer;
   exchange->rounds = true;
-  return next_round(layer, exchange);
+  if (!layer->transport) return next_round(layer, exchange);
+  const struct sw_transport_operations *operations = layer->transport->operations;
+  enum swathe_status status = SWATHE_OK;
+  if (operations->progress_thread)
+    status = operations->progress_thread(layer->transport, layer->knobs.progress);
+  if (!status) status = next_round(layer, exchange);
+  if (!status && layer->knobs.overlap == 0) status = sw_baseline_finish(layer, exchange);
+  return status;
 }
 
 enum swathe_status sw_baseline_post_keys(struct swathe_layer *layer,

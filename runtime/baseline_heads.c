@@ -56,7 +56,7 @@ void sw_baseline_heads_destroy(struct swathe_layer *layer)
   if (!heads) return;
   struct sw_buffer *const buffers[] = { &heads->kept, &heads->gradients, &heads->stage };
   for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++)
-    if (buffers[i]->data) sw_device_free(layer->device, buffers[i]->data);
+    sw_layer_release(layer, buffers[i]);
   swathe_layer_destroy(heads->inner);
   free(heads->first_row);
   free(heads->spans);

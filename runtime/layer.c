@@ -255,11 +255,17 @@ size_t swathe_layer_memory_bytes(const struct swathe_layer *layer)
 
 void swathe_layer_mute(struct swathe_layer *layer, bool muted) { layer->muted = muted; }
 
+void sw_layer_release(struct swathe_layer *layer, struct sw_buffer *buffer)
+{
+  if (buffer->data && !(layer->transport && layer->transport->holds_memory))
+    sw_device_free(layer->device, buffer->data);
+  *buffer = (struct sw_buffer){ NULL, 0 };
+}
+
 void swathe_layer_destroy(struct swathe_layer *layer)
 {
   if (!layer) return;
-  for (int i = 0; i < SW_LAYER_BUFFERS; i++)
-    if (layer->buffers[i].data) sw_device_free(layer->device, layer->buffers[i].data);
+  for (int i = 0; i < SW_LAYER_BUFFERS; i++) sw_layer_release(layer, &layer->buffers[i]);
   sw_baseline_destroy(layer);
   for (int d = 0; d < 2; d++) sw_work_free(&layer->work[d]);
   sw_list_free(&layer->messages);

@@ -326,6 +326,9 @@ enum swathe_status sw_layer_set_exchange(struct swathe_layer *layer, const char 
 enum swathe_status sw_layer_reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
                                           size_t bytes);
 
+// Frees it, unless a failed transport may still read or write it.
+void sw_layer_release(struct swathe_layer *layer, struct sw_buffer *buffer);
+
 // Room for a float per unit, batch row and query head.
 enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units);
 
