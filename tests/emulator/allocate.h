@@ -1,5 +1,6 @@
 // allocate.h: places for a kernel's registers.
-#pragma once
+#ifndef EMULATOR_ALLOCATE_H
+#define EMULATOR_ALLOCATE_H
 #include "code.h"
 
 // What an entry of code->operands is before places are given.
@@ -11,3 +12,5 @@ enum allocate_role { ALLOCATE_FIXED, ALLOCATE_USE, ALLOCATE_DEFINITION, ALLOCATE
 //   apart        of each register: keeps its place to itself (written while nobody looks)
 void allocate_places(struct code *code, const uint8_t *roles, const bool *apart,
                      uint32_t first_word);
+
+#endif

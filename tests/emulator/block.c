@@ -1,13 +1,11 @@
 // block.c: one block of threads from its first instruction to its last: poisoned shared memory,
 // warps in random order, barriers, and the words for what went wrong.
 #include "watch.h"
-#include <pthread.h>
+#include "words.h"
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-static pthread_mutex_t print_lock = PTHREAD_MUTEX_INITIALIZER;
 
 void machine_fault(struct machine_block *block, const struct code_op *op, int lane,
                    enum machine_status status, const char *format, ...)
@@ -16,22 +14,21 @@ void machine_fault(struct machine_block *block, const struct code_op *op, int la
   // the first fault of a launch is the one to read
   if (atomic_compare_exchange_strong(&block->launch->status, &none, (int)status)) {
     const struct code *code = block->code;
-    int length;
+    char where[128] = "", words[1280];
+    int length, at = 0;
     const char *text = ptx_line(code->module, op->line, &length);
-    pthread_mutex_lock(&print_lock);
-    fprintf(stderr, "emulator: kernel %s, block (%u,%u,%u)", code->kernel->name, block->index[0],
-            block->index[1], block->index[2]);
-    if (block->now) fprintf(stderr, ", warp %u", block->now->number);
-    if (lane >= 0 && lane < MACHINE_WHOLE_WARP) fprintf(stderr, ", lane %d", lane);
-    fprintf(stderr, ", PTX line %u", op->line);
-    if (op->source_line) fprintf(stderr, " (source line %u)", op->source_line);
-    fprintf(stderr, ": ");
+    if (block->now) at = snprintf(where, sizeof where, ", warp %u", block->now->number);
+    if (lane >= 0 && lane < MACHINE_WHOLE_WARP)
+      at += snprintf(where + at, sizeof where - (size_t)at, ", lane %d", lane);
+    at += snprintf(where + at, sizeof where - (size_t)at, ", PTX line %u", op->line);
+    if (op->source_line)
+      snprintf(where + at, sizeof where - (size_t)at, " (source line %u)", op->source_line);
     va_list values;
     va_start(values, format);
-    vfprintf(stderr, format, values);
+    vsnprintf(words, sizeof words, format, values);
     va_end(values);
-    fprintf(stderr, "\n  %.*s\n", length, text);
-    pthread_mutex_unlock(&print_lock);
+    words_say("kernel %s, block (%u,%u,%u)%s: %s\n  %.*s", code->kernel->name, block->index[0],
+              block->index[1], block->index[2], where, words, length, text);
   }
   longjmp(block->give_up, 1);
 }

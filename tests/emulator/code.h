@@ -1,5 +1,6 @@
 // code.h: a kernel as the interpreter runs it: operands are places in a warp's registers.
-#pragma once
+#ifndef EMULATOR_CODE_H
+#define EMULATOR_CODE_H
 #include "ptx.h"
 
 // Generic addresses: device and pinned memory lie where they lie, the rest in windows of its own.
@@ -105,3 +106,5 @@ struct code {
 struct code *code_make(const struct ptx_module *module, const struct ptx_kernel *kernel,
                        uint64_t globals, char *problem, size_t problem_bytes);
 void code_free(struct code *code);
+
+#endif

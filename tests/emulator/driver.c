@@ -5,6 +5,7 @@
 // EMULATOR_FAIL=cuLaunchKernel:3=719,... which makes a function's third call return 719.
 #include "memory.h"
 #include "stream.h"
+#include "words.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -63,7 +64,7 @@ static const struct arch *arch(void)
   const char *given = getenv("EMULATOR_ARCH");
   for (size_t i = 0; given && i < sizeof archs / sizeof *archs; i++)
     if (!strcmp(archs[i].name, given)) return &archs[i];
-  if (given) fprintf(stderr, "emulator: EMULATOR_ARCH=%s is not known; sm_80 it is\n", given);
+  if (given) words_say("EMULATOR_ARCH=%s is not known; sm_80 it is", given);
   return &archs[0];
 }
 
@@ -209,7 +210,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
       *value = known[i].value;
       return SUCCESS;
     }
-  fprintf(stderr, "emulator: device attribute %d is not known\n", attribute);
+  words_say("device attribute %d is not known", attribute);
   return INVALID_VALUE;
 }
 
@@ -404,8 +405,8 @@ static bool lies_in(uint64_t address, size_t bytes, bool host, bool *pinned)
   if (!found && !host) {
     char why[160];
     memory_describe(address, bytes, why, sizeof why);
-    fprintf(stderr, "emulator: %zu bytes at 0x%llx are not in device memory: %s\n", bytes,
-            (unsigned long long)address, why);
+    words_say("%zu bytes at 0x%llx are not in device memory: %s", bytes,
+              (unsigned long long)address, why);
   }
   return found;
 }
@@ -674,7 +675,7 @@ struct log { char *text; size_t bytes; };
 
 static CUresult refuse(struct log *log, CUresult status, const char *words)
 {
-  fprintf(stderr, "emulator: the module cannot be loaded: %s\n", words);
+  words_say("the module cannot be loaded: %s", words);
   if (log->text && log->bytes) snprintf(log->text, log->bytes, "%s", words);
   return status;
 }
@@ -877,9 +878,9 @@ static CUresult check_launch(const struct function *function, const struct launc
   else if ((uint64_t)grid[0] * grid[1] * grid[2] >> 27)
     words = "the emulator has no patience for so many blocks";
   if (!words) return SUCCESS;
-  fprintf(stderr, "emulator: %s, grid (%u,%u,%u), block (%u,%u,%u), %u bytes of shared memory: "
-          "%s\n", function->kernel->name, grid[0], grid[1], grid[2], threads[0], threads[1],
-          threads[2], request->dynamic_shared_bytes, words);
+  words_say("%s, grid (%u,%u,%u), block (%u,%u,%u), %u bytes of shared memory: %s",
+            function->kernel->name, grid[0], grid[1], grid[2], threads[0], threads[1], threads[2],
+            request->dynamic_shared_bytes, words);
   return INVALID_VALUE;
 }
 
@@ -952,15 +953,11 @@ API CUresult cuStreamIsCapturing(CUstream stream, int *state)
   return SUCCESS;
 }
 
-// Nothing that is called here is unsafe in a capture, whatever its mode.
 API CUresult cuThreadExchangeStreamCaptureMode(int *mode)
 {
-  static _Thread_local int held;
   ENTER;
   if (*mode < 0 || *mode > 2) return INVALID_VALUE;
-  const int before = held;
-  held = *mode;
-  *mode = before;
+  *mode = stream_exchange_mode(*mode);
   return SUCCESS;
 }
 

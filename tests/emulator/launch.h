@@ -1,5 +1,6 @@
 // launch.h: a whole launch over the processors of the machine.
-#pragma once
+#ifndef EMULATOR_LAUNCH_H
+#define EMULATOR_LAUNCH_H
 #include "code.h"
 
 struct launch_request {
@@ -11,3 +12,5 @@ struct launch_request {
 
 // Runs all blocks, in an order that the seed gives; 0, or a CUresult whose words were printed.
 int launch_run(const struct launch_request *request, uint64_t seed, bool watch);
+
+#endif

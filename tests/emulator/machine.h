@@ -1,5 +1,6 @@
 // machine.h: a launch, its blocks and their warps while they run.
-#pragma once
+#ifndef EMULATOR_MACHINE_H
+#define EMULATOR_MACHINE_H
 #include "code.h"
 #include "memory.h"
 #include <setjmp.h>
@@ -230,3 +231,5 @@ void machine_bulk_op(struct machine_block *block, struct machine_warp *warp,
 bool machine_bulk_step(struct machine_block *block);
 // A block's end: nothing may be left under way.
 void machine_async_end(struct machine_block *block);
+
+#endif

@@ -158,19 +158,23 @@ void memory_describe(uint64_t address, uint64_t bytes, char *text, size_t text_b
 {
   struct memory_table *table = memory_hold();
   snprintf(text, text_bytes, "no allocation is near");
-  for (unsigned i = 0; i < REMEMBERED; i++)
-    if (freed[i].bytes && address - freed[i].begin < freed[i].bytes)
-      snprintf(text, text_bytes, "it was freed");
+  int64_t nearest = 1 << 20;
   for (int i = 0; i < table->count; i++) {
     const struct memory_region *region = &table->regions[i];
     int64_t before = (int64_t)(region->begin - address);
     int64_t after = (int64_t)(address + bytes - region->begin - region->bytes);
-    if (before > 0 && before <= 1 << 20)
+    if (before > 0 && before < nearest) {
+      nearest = before;
       snprintf(text, text_bytes, "it begins %" PRId64 " bytes before the %" PRIu64
                " bytes at 0x%" PRIx64, before, region->bytes, region->begin);
-    else if (before <= 0 && after > 0 && after <= 1 << 20)
+    } else if (before <= 0 && after > 0 && after < nearest) {
+      nearest = after;
       snprintf(text, text_bytes, "it ends %" PRId64 " bytes past the %" PRIu64
                " bytes at 0x%" PRIx64, after, region->bytes, region->begin);
+    }
   }
+  for (unsigned i = 0; i < REMEMBERED; i++)
+    if (freed[i].bytes && address - freed[i].begin < freed[i].bytes)
+      snprintf(text, text_bytes, "it was freed");
   memory_release(table);
 }

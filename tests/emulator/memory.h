@@ -1,5 +1,6 @@
 // memory.h: what the device can address: its own memory and pinned memory of the host.
-#pragma once
+#ifndef EMULATOR_MEMORY_H
+#define EMULATOR_MEMORY_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -35,3 +36,5 @@ const struct memory_region *memory_find(const struct memory_table *table, uint64
                                         uint64_t bytes);
 // Why the bytes are not in a region: "freed", "7 bytes past the end of 128 bytes at ..".
 void memory_describe(uint64_t address, uint64_t bytes, char *text, size_t text_bytes);
+
+#endif

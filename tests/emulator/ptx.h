@@ -1,5 +1,6 @@
 // ptx.h: the text of a PTX module as statements, nothing yet of what they mean.
-#pragma once
+#ifndef EMULATOR_PTX_H
+#define EMULATOR_PTX_H
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -78,3 +79,5 @@ struct ptx_module *ptx_parse(const char *text, char *problem, size_t problem_byt
 void ptx_free(struct ptx_module *module);
 // The text's line, without its end; for messages.
 const char *ptx_line(const struct ptx_module *module, uint32_t line, int *length);
+
+#endif

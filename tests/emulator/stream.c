@@ -553,9 +553,19 @@ int stream_capture_state(struct stream *stream)
   return state;
 }
 
+static _Thread_local int thread_mode;  // 2: what the thread calls is no part of a recording
+
+int stream_exchange_mode(int mode)
+{
+  int before = thread_mode;
+  thread_mode = mode;
+  return before;
+}
+
 bool stream_forbids(void)
 {
   bool forbids = false;
+  if (thread_mode == 2) return false;
   pthread_mutex_lock(&lock);
   for (struct stream *stream = all_streams; stream; stream = stream->all) {
     struct capture *capture = stream->capture;

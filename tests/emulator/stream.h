@@ -1,5 +1,6 @@
 // stream.h: streams that run behind the caller's back, events, and graphs recorded from them.
-#pragma once
+#ifndef EMULATOR_STREAM_H
+#define EMULATOR_STREAM_H
 #include "launch.h"
 
 enum { STREAM_NOT_READY = 600 };
@@ -60,8 +61,11 @@ int stream_end_capture(struct stream *stream, struct graph **graph);
 int stream_capture_state(struct stream *stream);  // 0 none, 1 active, 2 broken
 // Whether a call that may wait or allocate is refused because something is being recorded.
 bool stream_forbids(void);
+int stream_exchange_mode(int mode);  // the calling thread's; the one before
 struct graph *graph_copy(const struct graph *graph);
 void graph_free(struct graph *graph);
 int graph_node_count(const struct graph *graph);
 
 uint64_t stream_seed(void);    // EMULATOR_SEED
+
+#endif

@@ -4,7 +4,8 @@
 // An access is an epoch: the agent's clock, the agent, the lane.  Lanes of one warp are ordered
 // with each other only by __syncwarp or a barrier, as the memory model has it; ldmatrix and
 // stmatrix are accesses of the whole warp.
-#pragma once
+#ifndef EMULATOR_WATCH_H
+#define EMULATOR_WATCH_H
 #include "machine.h"
 
 // clock 19 bits, agent 6, lane 6, whether it has not landed yet 1
@@ -56,7 +57,7 @@ static inline void watch_read(struct machine_block *block, struct machine_warp *
   uint32_t now = warp->clock[warp->number] << 6, mine = now | (uint32_t)lane;
   uint32_t *seen = block->reader[warp->number] + first;
   uint32_t number = (uint32_t)(op - block->code->ops);
-  uint32_t last = 0;
+  uint32_t last = ~0u;  // no epoch
   for (uint32_t i = 0; i < count; i++) {
     uint32_t epoch = block->writer[first + i];
     if (epoch != last) {
@@ -133,3 +134,5 @@ static inline unsigned char *watch_global(struct machine_block *block, const str
   }
   return watch_global_slowly(block, op, lane, address, bytes);
 }
+
+#endif
