@@ -67,6 +67,7 @@ static const struct field fields[] = {
   { MEMBER(keep_halo) },
   { MEMBER(head_major) },
   { MEMBER(gap) },
+  { MEMBER(cuda), .fixed = true },
   { MEMBER(seed), .fixed = true },
 };
 enum { FIELDS = sizeof fields / sizeof fields[0] };
@@ -263,6 +264,8 @@ struct swathe_problem property_problem(const struct property *p)
   problem.window_left = p->left < 0 ? SWATHE_UNLIMITED : p->left;
   problem.window_right = p->right < 0 ? SWATHE_UNLIMITED : p->right;
   problem.dtype = p->bf16 ? SWATHE_BF16 : SWATHE_F32;
+  if (p->cuda) problem.target = SWATHE_CUDA;
+  if (p->cuda && !p->bf16) problem.dtype = SWATHE_F16;
   problem.halo_gradient = p->narrow_home ? SWATHE_BF16 : SWATHE_F32;
   problem.sinks = p->sinks != 0;
   problem.softcap = (double)p->softcap;

@@ -33,6 +33,7 @@ struct property {
   int64_t softcap;         // 0: off; kernels depend on whether, not on how much
   int64_t config;          // 0: the default; else which of the space's configs
   int64_t isa, optimised;  // optimised 0: compiled without optimisation
+  int64_t cuda;            // 1: for that target, where f32 means f16
   // what else the problem says
   int64_t kv_heads;
   int64_t narrow_home;  // 1: the halo's gradients travel as bf16

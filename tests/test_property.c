@@ -4,6 +4,7 @@
 //
 //   test_property                            what CI runs: a fixed seed
 //   test_property --seed N [--cases N]       longer, by hand
+//   test_property --target cuda [...]        on the CUDA target: of what SWATHE_LIBCUDA names
 //   test_property --case "gqa=4 ..."         one case again, as a failure printed it
 //
 // Compiling is what costs, so each kernel pair serves many shardings, and most are compiled without
@@ -30,6 +31,8 @@ enum {
   CASES_PER_PROBLEM = 19,
   CI_CASES = 67 * CASES_PER_KERNEL,
   CI_SEED = 1,
+  CUDA_CASES_PER_KERNEL = 12,  // emulated, a case takes much longer
+  CI_CUDA_CASES = 10 * CUDA_CASES_PER_KERNEL,
   MOST_THREADS = 3,
   WORDS = 1536,
 };
@@ -197,7 +200,8 @@ static struct sequence_tolerance tolerance_of(const struct property *property)
   const double gain = fmax(1, (double)property->gain * scale / usual);
   const double tie = fmax(1, (double)property->gain * scale * 8);
   struct sequence_tolerance tolerance = { 2e-5 * gain, 2e-5 * gain, 1e-4 * gain };
-  if (property->bf16) tolerance = (struct sequence_tolerance){ 2e-2, 1e-3, 2e-2 * tie };
+  if (property->bf16 || property->cuda)
+    tolerance = (struct sequence_tolerance){ 2e-2, 1e-3, 2e-2 * tie };
   if (property->narrow_home)
     tolerance.gradient = 4e-2 * tie;  // each rank's sum is rounded once more
   return tolerance;
@@ -293,7 +297,7 @@ static bool moves_the_halo(const struct trial *trial, const int64_t *moved, char
   }
   if (!plan_is_exact(trial, traffic, words, size)) return false;
   for (int64_t r = 0; r < trial->property->ranks; r++) {
-    const int64_t halo = traffic[r].halo_tokens * elems * (p->dtype == SWATHE_BF16 ? 2 : 4);
+    const int64_t halo = traffic[r].halo_tokens * elems * (p->dtype == SWATHE_F32 ? 4 : 2);
     const int64_t home = traffic[r].send_tokens * elems * (p->halo_gradient == SWATHE_BF16 ? 2 : 4);
     const int64_t want =
         forwards * halo + backwards * (home + (trial->property->keep_halo ? 0 : halo));
@@ -636,14 +640,24 @@ static void draw_kernel(uint64_t *state, int64_t index, struct property *kernel)
   if (!context_of(kernel->isa, kernel->optimised, 1)) kernel->isa = PROPERTY_GENERIC;
 }
 
-static bool sweep(uint64_t seed, int64_t cases, struct coverage *coverage)
+// Half the kernel pairs of the CUDA target have a config that is not the default.
+static void draw_cuda_kernel(uint64_t *state, int64_t index, struct property *kernel)
 {
+  property_draw_kernel(state, kernel);
+  kernel->cuda = 1;
+  if (index % 2 == 1) kernel->config = 1 + property_random(state, 999);
+}
+
+static bool sweep(bool cuda, uint64_t seed, int64_t cases, struct coverage *coverage)
+{
+  const int per_kernel = cuda ? CUDA_CASES_PER_KERNEL : CASES_PER_KERNEL;
   for (int64_t index = 0; coverage->cases < cases; index++) {
     uint64_t state = seed * 1000003 + (uint64_t)index;
     struct property kernel, problem;
-    draw_kernel(&state, index, &kernel);
+    if (cuda) draw_cuda_kernel(&state, index, &kernel);
+    else draw_kernel(&state, index, &kernel);
     count_kernels(coverage, &kernel);
-    for (int i = 0; i < CASES_PER_KERNEL && coverage->cases < cases; i++) {
+    for (int i = 0; i < per_kernel && coverage->cases < cases; i++) {
       if (i % CASES_PER_PROBLEM == 0) {
         problem = kernel;
         property_draw_problem(&state, &problem);
@@ -651,6 +665,8 @@ static bool sweep(uint64_t seed, int64_t cases, struct coverage *coverage)
       struct property property = problem;
       char words[WORDS] = "";
       property_draw_data(&state, &property);
+      if (cuda && property.ranks > 4) property.ranks -= 4;
+      if (cuda && property.probe != PROPERTY_ISOLATE) property.probe = PROPERTY_PLAIN;
       if (!is_right(&property, words, sizeof words)) {
         report_failure(&property, words);
         return false;
@@ -682,7 +698,7 @@ static void random_cases_are_right(void **state)
   struct coverage coverage = { 0 };
   (void)state;
   watch_crashes();
-  if (!sweep(CI_SEED, CI_CASES, &coverage)) fail_msg("a case failed; see above");
+  if (!sweep(false, CI_SEED, CI_CASES, &coverage)) fail_msg("a case failed; see above");
   assert_true(coverage.cases >= 5000);
   free(coverage.drawn);
   int64_t kernels = 0;
@@ -694,6 +710,26 @@ static void random_cases_are_right(void **state)
   for (int f = 0; f < FEATURE_COUNT; f++)
     if (coverage.features[f] < 20 && strcmp(feature_names[f], "isa avx2"))
       fail_msg("'%s' was drawn %" PRId64 " times only", feature_names[f], coverage.features[f]);
+}
+
+static void note_compiler(void *arg, const struct swathe_finding *finding)
+{
+  if (!strcmp(finding->what, "cuda compiler")) *(bool *)arg = finding->health == SWATHE_HEALTHY;
+}
+
+static void random_cases_are_right_on_cuda(void **state)
+{
+  const char *driver = getenv("TEST_LIBCUDA");
+  struct coverage coverage = { 0 };
+  bool compiler = false;
+  (void)state;
+  if (context_of(PROPERTY_BEST, false, 1))
+    swathe_doctor(context_of(PROPERTY_BEST, false, 1), note_compiler, &compiler);
+  if (!driver || !compiler) skip();
+  setenv("SWATHE_LIBCUDA", driver, 1);
+  watch_crashes();
+  if (!sweep(true, CI_SEED, CI_CUDA_CASES, &coverage)) fail_msg("a case failed; see above");
+  free(coverage.drawn);
 }
 
 static void a_line_is_the_case(void **state)
@@ -775,19 +811,22 @@ static int by_hand(int argc, char **argv)
   uint64_t seed = CI_SEED;
   int64_t cases = CI_CASES;
   const char *one = NULL;
+  bool cuda = false;
   for (int i = 1; i < argc; i += 2) {
     const char *value = i + 1 < argc ? argv[i + 1] : NULL;
     if (value && !strcmp(argv[i], "--case")) one = value;
     else if (value && !strcmp(argv[i], "--seed")) seed = strtoull(value, NULL, 10);
     else if (value && !strcmp(argv[i], "--cases")) cases = strtoll(value, NULL, 10);
+    else if (value && !strcmp(argv[i], "--target")) cuda = !strcmp(value, "cuda");
     else {
-      fprintf(stderr, "usage: test_property [--seed N] [--cases N] | --case \"...\"\n");
+      fprintf(stderr,
+              "usage: test_property [--target cuda] [--seed N] [--cases N] | --case \"...\"\n");
       return 2;
     }
   }
   if (!open_root()) return 2;
   watch_crashes();
-  const int result = one ? run_one(one) : sweep(seed, cases, &coverage) ? 0 : 1;
+  const int result = one ? run_one(one) : sweep(cuda, seed, cases, &coverage) ? 0 : 1;
   free(coverage.drawn);
   close_root();
   return result;
@@ -799,6 +838,7 @@ int main(int argc, char **argv)
     cmocka_unit_test(a_line_is_the_case),
     cmocka_unit_test(failures_shrink_to_their_cause),
     cmocka_unit_test(random_cases_are_right),
+    cmocka_unit_test(random_cases_are_right_on_cuda),
   };
   if (argc > 1) return by_hand(argc, argv);
   return cmocka_run_group_tests(tests, set_up, tear_down);
