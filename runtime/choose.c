@@ -142,7 +142,7 @@ void sw_choose_exchange_place(const struct swathe_context *context, const struct
                               struct sw_exchange_place *place)
 {
   sw_context_environment(context, aim, &place->environment);
-  snprintf(place->isa, sizeof place->isa, "%s+%.24s", aim->isa,
+  snprintf(place->isa, sizeof place->isa, "%.15s+%.15s", aim->isa,
            transport ? transport->name : "alone");
   place->environment.isa = place->isa;
 }

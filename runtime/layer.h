@@ -172,7 +172,7 @@ enum swathe_status sw_choose_exchange(struct swathe_context *context,
 // Under which a pick of the exchange is kept: its isa names the transport, too.
 struct sw_exchange_place {
   struct sw_db_environment environment;
-  char isa[64];
+  char isa[32];
 };
 void sw_choose_exchange_place(const struct swathe_context *context, const struct sw_aim *aim,
                               const struct swathe_transport *transport,

@@ -584,6 +584,17 @@ SWATHE_API enum swathe_status swathe_tune(struct swathe_context *context,
                                           const struct swathe_tune_options *options,
                                           struct swathe_tuned tuned[2]);
 
+// Measures how a group best exchanges this problem's halo over its transport: whole layers, forward
+// and backward; a candidate's time is the slowest rank's.  Every rank of the transport calls it
+// with the same problem, at the same time.  Rank 0 decides, and stores samples and pick in its
+// database, where its next layer finds them for all; `tuned` is told to all.  Of the options
+// budget_s, exhaustive, again, wait_s and stop count, on rank 0.
+SWATHE_API enum swathe_status swathe_tune_exchange(struct swathe_context *context,
+                                                   const struct swathe_problem *problem,
+                                                   struct swathe_transport *transport,
+                                                   const struct swathe_tune_options *options,
+                                                   struct swathe_tuned *tuned);
+
 // ---- Tuning database ---------------------------------------------------------------------------
 
 struct swathe_pick {

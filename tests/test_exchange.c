@@ -188,6 +188,86 @@ static void a_config_that_is_none_is_refused(void **state)
   assert_non_null(strstr(swathe_error(), "exchange is no kernel"));
 }
 
+// ---- Tuning ------------------------------------------------------------------------------------
+
+struct tuning_rank {
+  struct swathe_threads *threads;
+  const struct swathe_problem *problem;
+  struct swathe_tune_options options;
+  struct swathe_tuned tuned;
+  int32_t rank;
+  enum swathe_status status;
+  char text[2048];  // explain, or the words
+};
+
+static void *tune(void *arg)
+{
+  struct tuning_rank *self = arg;
+  struct swathe_transport *transport = swathe_threads_rank(self->threads, self->rank);
+  struct swathe_layer *layer = NULL;
+  self->status =
+      swathe_tune_exchange(context, self->problem, transport, &self->options, &self->tuned);
+  if (!self->status) self->status = swathe_layer_create(context, self->problem, transport, &layer);
+  if (self->status) snprintf(self->text, sizeof self->text, "%s", swathe_error());
+  else swathe_layer_explain(layer, self->text, sizeof self->text);
+  swathe_layer_destroy(layer);
+  return NULL;
+}
+
+static void tune_both(struct tuning_rank ranks[2], const struct swathe_tune_options *options)
+{
+  const struct swathe_problem problem =
+      problem_of("q_heads=2,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=300,ranks=2,"
+                 "tokens_per_rank=1200,sinks=1");
+  struct swathe_threads *threads = NULL;
+  pthread_t ids[2];
+  assert_int_equal(swathe_threads_create(2, 20, &threads), SWATHE_OK);
+  for (int r = 0; r < 2; r++) {
+    ranks[r] = (struct tuning_rank){ .threads = threads, .problem = &problem,
+                                     .options = *options, .rank = r };
+    pthread_create(&ids[r], NULL, tune, &ranks[r]);
+  }
+  for (int r = 0; r < 2; r++) pthread_join(ids[r], NULL);
+  swathe_threads_destroy(threads);
+}
+
+// What was found is known to all ranks, is what their next layer uses, and is not measured again.
+static void the_group_tunes_its_exchange(void **state)
+{
+  const struct swathe_tune_options options = { .budget_s = 1.5 };
+  struct tuning_rank ranks[2];
+  char first[512];
+  (void)state;
+  tune_both(ranks, &options);
+  for (int r = 0; r < 2; r++) {
+    if (ranks[r].status) fail_msg("rank %d: %s", r, ranks[r].text);
+    assert_string_equal(ranks[r].tuned.config, ranks[0].tuned.config);
+    if (!strstr(ranks[r].text, ranks[0].tuned.config)) fail_msg("rank %d: %s", r, ranks[r].text);
+  }
+  assert_non_null(strstr(ranks[0].text, "exact pick"));
+  assert_true(ranks[0].tuned.tried > 5);
+  assert_true(ranks[0].tuned.default_us > 0);
+  assert_true(ranks[0].tuned.ratio <= 1);
+  assert_int_equal(ranks[0].tuned.rejected, 0);
+  snprintf(first, sizeof first, "%s", ranks[0].tuned.config);
+  tune_both(ranks, &options);
+  for (int r = 0; r < 2; r++) {
+    assert_int_equal(ranks[r].status, SWATHE_OK);
+    assert_true(ranks[r].tuned.reused);
+    assert_string_equal(ranks[r].tuned.config, first);
+  }
+}
+
+static void who_stops_tuning_stops_all(void **state)
+{
+  const volatile int stop = 1;
+  const struct swathe_tune_options options = { .budget_s = 60, .again = true, .stop = &stop };
+  struct tuning_rank ranks[2];
+  (void)state;
+  tune_both(ranks, &options);
+  for (int r = 0; r < 2; r++) assert_int_equal(ranks[r].status, SWATHE_INTERRUPTED);
+}
+
 // ---- When units run ----------------------------------------------------------------------------
 
 // A transport that holds back what the other one brought: a message is handed over after so many
@@ -403,6 +483,8 @@ int main(void)
     cmocka_unit_test(results_do_not_depend_on_it),
     cmocka_unit_test(rank_0_decides),
     cmocka_unit_test(a_config_that_is_none_is_refused),
+    cmocka_unit_test(the_group_tunes_its_exchange),
+    cmocka_unit_test(who_stops_tuning_stops_all),
     cmocka_unit_test(without_overlap_nothing_runs_before),
     cmocka_unit_test(the_interior_runs_while_keys_travel),
     cmocka_unit_test(edge_units_run_as_their_keys_come),
