@@ -729,6 +729,40 @@ static void set_target(struct swathe_problem *problem, enum swathe_target target
   if (target == SWATHE_CUDA) problem->dtype = SWATHE_F16;
 }
 
+static void find_counted(void *arg, const char *name, int64_t value)
+{
+  if (!strcmp(name, "counted_permille")) *(int64_t *)arg = value;
+}
+
+// With a narrow window and many heads to a key head, forward makes few products in vain: its tiles
+// of keys fit the band.
+static void tiles_fit_the_band(void **state)
+{
+  (void)state;
+  static const struct { const char *problem; int64_t most; } rows[] = {
+    { "q_heads=64,kv_heads=8,window_left=127,sinks=1", 1200 },
+    { "q_heads=64,kv_heads=8,head_dim_qk=192,head_dim_v=128,window_left=127,sinks=1", 1250 },
+    { "q_heads=32,kv_heads=16,head_dim_qk=128,head_dim_v=128,window_left=1023", 1150 },
+    { "q_heads=12,kv_heads=12,window_left=64,window_right=64", 1500 },
+  };
+  struct isa_names isas = { 0 };
+  assert_int_equal(sw_gen_isas(real_gen, SWATHE_CUDA, add_isa, &isas), SWATHE_OK);
+  for (size_t r = 0; r < COUNT(rows); r++)
+    for (size_t i = 0; i < isas.count; i++) {
+      struct swathe_problem problem;
+      char config[SW_CONFIG_TEXT];
+      int64_t counted = 0;
+      const struct sw_gen_request request =
+          request_for("forward", isas.names[i], rows[r].problem, &problem);
+      set_target(&problem, SWATHE_CUDA);
+      assert_int_equal(sw_gen_default(real_gen, &request, config), SWATHE_OK);
+      assert_int_equal(sw_gen_sizes(real_gen, &request, config, find_counted, &counted),
+                       SWATHE_OK);
+      if (counted < 1000 || counted > rows[r].most)
+        fail_msg("%s for %s: %lld", rows[r].problem, isas.names[i], (long long)counted);
+    }
+}
+
 // One field changed at a time: what a kernel does not depend on must not change its text.
 static void text_follows_the_problem(void **state)
 {
@@ -951,6 +985,7 @@ int main(void)
     cmocka_unit_test(sizes_are_told_in_declared_order),
     cmocka_unit_test(requests_are_checked),
     cmocka_unit_test(defaults_are_valid),
+    cmocka_unit_test(tiles_fit_the_band),
     cmocka_unit_test(text_follows_the_problem),
     cmocka_unit_test(text_is_the_same_everywhere),
     cmocka_unit_test(banner_command_makes_it_again),

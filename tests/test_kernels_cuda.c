@@ -1,6 +1,6 @@
-// test_kernels_cuda.c: the CUDA kernels of a backward pass on their own, given units and runs that
-// no sharding makes: keys in many short runs, here and there, some in memory of odd strides, and
-// positions that no run holds.  The answers are worked out here, pair by pair, in double.
+// test_kernels_cuda.c: the CUDA kernels on their own, given units and runs that no sharding makes:
+// keys in many short runs, here and there, some in memory of odd strides, and positions that no run
+// holds.  The answers are worked out here, pair by pair, in double.
 //
 // Environment:
 //   TEST_LIBCUDA     the driver, as a rule the emulated one; without it nothing runs
@@ -165,6 +165,7 @@ struct scene {
   int document_begin[8];         // row of position 0
   int unit_count, run_count;
   double *deltas;                // [batch][q_heads][rows]
+  double *largest;               // scores, [unit][batch][q_heads]
 };
 
 static struct tensor make_tensor(const struct scene *scene, int heads, int dim, size_t elem_bytes)
@@ -336,9 +337,10 @@ static void solve_query(struct scene *scene, const struct sw_unit *unit, int64_t
   const int64_t row = unit->row + i;
   const int kv = h / (p->q_heads / p->kv_heads);
   const float *sink = (const float *)scene->sink.here;
-  double top = -INFINITY, sum = 0, out[MOST_DIM] = { 0 }, slope;
+  double top = -INFINITY, most = top, sum = 0, out[MOST_DIM] = { 0 }, slope;
 
   for (int pass = 0; pass < 2; pass++) {
+    if (pass) most = top;
     if (pass && p->sinks && (double)sink[h] > top) top = (double)sink[h];
     if (pass && p->sinks && isfinite(top)) sum = exp((double)sink[h] - top);
     for (int64_t r = unit->run_begin; r < unit->run_end; r++)
@@ -356,6 +358,9 @@ static void solve_query(struct scene *scene, const struct sw_unit *unit, int64_t
                     (double)widen(elems(&scene->v, document + key, kv, b)[d], scene->f16);
       }
   }
+  const int64_t batches = scene->row->batch;
+  double *largest = &scene->largest[((unit - scene->units) * batches + b) * p->q_heads + h];
+  *largest = fmax(*largest, most);
   ((float *)scene->lse.twin.here)[place(&scene->lse.view, row, h, b)] =
       sum > 0 ? (float)(top + log(sum)) : -INFINITY;
   for (int d = 0; d < p->head_dim_v; d++)
@@ -544,8 +549,10 @@ static const struct sw_kernel *load_kernel(const struct swathe_problem *problem,
   char config[SW_CONFIG_TEXT] = "";
 
   check(sw_context_aim(context, problem, NULL, aim));
-  if (!strcmp(name, "backward")) {
-    check(sw_context_config(context, problem, SWATHE_BACKWARD, aim, NULL, config));
+  if (strcmp(name, "copies")) {
+    const enum swathe_direction direction =
+        strcmp(name, "backward") ? SWATHE_FORWARD : SWATHE_BACKWARD;
+    check(sw_context_config(context, problem, direction, aim, NULL, config));
     if (changes) change_config(config, changes);
   }
   const struct sw_kernel_wanted wanted = { problem, aim, name, config };
@@ -647,6 +654,10 @@ static struct scene *make_scene(const struct scene_row *row)
   scene->delta = make_twin(heads * (size_t)scene->rows * sizeof(float));
   scene->deltas = calloc(heads * (size_t)scene->rows, sizeof *scene->deltas);
   assert_non_null(scene->deltas);
+  const size_t largest = heads * (size_t)scene->unit_count;
+  scene->largest = calloc(largest, sizeof *scene->largest);
+  assert_non_null(scene->largest);
+  for (size_t i = 0; i < largest; i++) scene->largest[i] = -INFINITY;
   scene->dsink = make_twin(heads * (size_t)scene->unit_count * sizeof(float));
   scene->sink = make_twin((size_t)p->q_heads * sizeof(float));
   for (int h = 0; h < p->q_heads; h++)
@@ -687,23 +698,125 @@ static void check_scene(struct scene *scene)
   check_untouched_runs(scene, &scene->dv, true);
 }
 
-static void run_scene(const struct scene_row *row)
+// Runs `pass` on a scene whose arrays are there.
+static void run_scene(const struct scene_row *row, void (*pass)(struct scene *))
 {
   struct scene *scene = make_scene(row);
   struct tensor *tensors[] = { &scene->q, &scene->out, &scene->dout, &scene->dq,
                                &scene->k, &scene->v,   &scene->lse };
   struct twin *twins[] = { &scene->halo, &scene->sums,  &scene->dk,  &scene->dv,
                            &scene->delta, &scene->dsink, &scene->sink };
-  struct sw_aim aim;
+  print_message("%s %s\n", row->problem, row->config ? row->config : "");
   for (size_t i = 0; i < COUNT(tensors); i++) send_tensor(tensors[i]);
   for (size_t i = 0; i < COUNT(twins); i++) send(twins[i]);
-  const struct sw_kernel *kernel = load_kernel(&scene->problem, "backward", row->config, &aim);
-  run_kernels(scene, kernel, aim.device);
-  check_scene(scene);
+  pass(scene);
   for (size_t i = 0; i < COUNT(tensors); i++) drop(&tensors[i]->twin);
   for (size_t i = 0; i < COUNT(twins); i++) drop(twins[i]);
   free(scene->deltas);
+  free(scene->largest);
   free(scene);
+}
+
+static void run_backward(struct scene *scene)
+{
+  struct sw_aim aim;
+  const struct sw_kernel *kernel =
+      load_kernel(&scene->problem, "backward", scene->row->config, &aim);
+  run_kernels(scene, kernel, aim.device);
+  check_scene(scene);
+}
+
+// ---- Forward ------------------------------------------------------------------------------------
+
+// What forward leaves, where the scene has the answers.
+struct results {
+  struct tensor out, lse;
+  struct twin max_logits;
+};
+
+// In two launches, as a layer does.
+static void launch_forward(const struct scene *scene, const struct results *results,
+                           const struct sw_kernel *kernel, struct sw_device_cuda *device)
+{
+  const struct swathe_problem *p = &scene->problem;
+  const struct sw_cuda_function *forward = &kernel->functions[SW_CUDA_FORWARD];
+  void *units = device_copy(scene->units, sizeof *scene->units * (size_t)scene->unit_count);
+  void *runs = device_copy(scene->runs, sizeof *scene->runs * (size_t)scene->run_count);
+  struct sw_cuda_args args = {
+    .attention = { .units = units, .runs = runs, .batch = scene->row->batch,
+                   .kv_heads = p->kv_heads, .scale = (float)sw_problem_scale(p),
+                   .softcap = (float)p->softcap, .sink = scene->sink.there, .q = scene->q.view,
+                   .out = results->out.view, .lse = results->lse.view,
+                   .max_logits = results->max_logits.there },
+    .k = scene->k.twin.there, .v = scene->v.twin.there, .halo = scene->halo.there,
+    .rows = scene->rows,
+  };
+  const int64_t per_unit = scene->row->batch * p->kv_heads;
+  int begin = 0, half = (scene->unit_count + 1) / 2;
+  for (int end = half; begin < end; begin = end, end = scene->unit_count) {
+    int64_t most = 0;
+    for (int u = begin; u < end; u++) {
+      const int64_t tiles = tiles_of(scene, u, forward->launch.tile_tokens, false);
+      if (tiles > most) most = tiles;
+    }
+    args.first_item = begin * per_unit;
+    launch(device, forward, (end - begin) * per_unit, most * forward->launch.groups, &args);
+  }
+  device_free(units);
+  device_free(runs);
+}
+
+static void check_row(const struct scene *scene, const struct results *results, int64_t row, int h,
+                      int b)
+{
+  const uint16_t *got = elems(&results->out, row, h, b), *want = elems(&scene->out, row, h, b);
+  const size_t at = place(&results->lse.view, row, h, b);
+  const float lse = ((const float *)results->lse.twin.here)[at];
+  const float want_lse = ((const float *)scene->lse.twin.here)[at];
+  if (lse != want_lse) expect_near("lse", (double)lse, (double)want_lse, 1e-4, row, h, 0);
+  for (int d = 0; d < scene->problem.head_dim_v; d++)
+    expect_near("out", (double)widen(got[d], scene->f16), (double)widen(want[d], scene->f16),
+                1e-2, row, h, d);
+}
+
+static void check_results(const struct scene *scene, const struct results *results)
+{
+  for (int u = 0; u < scene->unit_count; u++)
+    for (int b = 0; b < scene->row->batch; b++)
+      for (int h = 0; h < scene->problem.q_heads; h++) {
+        const struct sw_unit *unit = &scene->units[u];
+        for (int64_t row = unit->row; row < unit->row + unit->tokens; row++)
+          check_row(scene, results, row, h, b);
+        const int64_t at = (u * scene->row->batch + b) * scene->problem.q_heads + h;
+        const double largest = (double)((const float *)results->max_logits.here)[at];
+        if (largest != scene->largest[at])
+          expect_near("largest score", largest, scene->largest[at], 1e-4, u, h, 0);
+      }
+  check_untouched(scene, &results->out);
+  check_untouched(scene, &results->lse);
+}
+
+static void run_forward(struct scene *scene)
+{
+  const struct swathe_problem *p = &scene->problem;
+  const size_t largest = (size_t)(scene->unit_count * scene->row->batch * p->q_heads);
+  struct results results = { make_tensor(scene, p->q_heads, p->head_dim_v, 2),
+                             make_tensor(scene, p->q_heads, 1, 4),
+                             make_twin(largest * sizeof(float)) };
+  struct sw_aim aim;
+  for (size_t i = 0; i < largest; i++) ((float *)results.max_logits.here)[i] = -INFINITY;
+  send_tensor(&results.out);
+  send_tensor(&results.lse);
+  send(&results.max_logits);
+  const struct sw_kernel *kernel =
+      load_kernel(&scene->problem, "forward", scene->row->config, &aim);
+  launch_forward(scene, &results, kernel, aim.device);
+  struct twin *read[] = { &results.out.twin, &results.lse.twin, &results.max_logits };
+  for (size_t i = 0; i < COUNT(read); i++) {
+    device_read(read[i]->here, read[i]->there, read[i]->bytes);
+  }
+  check_results(scene, &results);
+  for (size_t i = 0; i < COUNT(read); i++) drop(read[i]);
 }
 
 // ---- Backward -----------------------------------------------------------------------------------
@@ -746,10 +859,52 @@ static void gradients_are_right(void **state)
 {
   (void)state;
   need_cuda();
-  for (size_t i = 0; i < COUNT(scenes); i++) {
-    print_message("%s %s\n", scenes[i].problem, scenes[i].config ? scenes[i].config : "");
-    run_scene(&scenes[i]);
-  }
+  for (size_t i = 0; i < COUNT(scenes); i++) run_scene(&scenes[i], run_backward);
+}
+
+#define SMALL_64 "pack=2,warps=2,warp_rows=16,block_k=32,"   // tiles of 16 queries and 32 keys
+
+// Windows around multiples of a tile of keys and of 64; each way of loading, waiting and masking.
+static const struct scene_row forward_scenes[] = {
+  { WIDE_64 "window_left=63", NULL, 150, 1, 1, 70, 0, false },
+  { WIDE_64 "window_left=31", SMALL_64 "stages=1,q_in_regs=1", 130, 1, 1, 130, 0, false },
+  { WIDE_64 "window_left=32", SMALL_64 "stages=2", 130, 1, 2, 100, 0, false },
+  { WIDE_64 "window_left=62", SMALL_64 "stages=3", 130, 2, 1, 100, 0, false },
+  { WIDE_64 "window_left=63", SMALL_64 "stages=2,q_in_regs=1", 130, 1, 1, 60, 0, true },
+  { WIDE_64 "window_left=64", SMALL_64 "stages=1", 130, 1, 1, 60, 8, true },
+  { WIDE_64 "window_left=16", SMALL_64 "stages=1", 130, 1, 1, 60, 1, false },   // one tile
+  { WIDE_64 "window_left=17", SMALL_64 "stages=1", 130, 1, 1, 60, 1, false },   // a key too wide
+  { WIDE_64 "window_left=0", NULL, 70, 1, 1, 30, 0, false },
+  { WIDE_64 "window_left=0,window_right=40", SMALL_64 "stages=2", 130, 1, 1, 70, 0, false },
+  { WIDE_64 "window_left=15,window_right=16", NULL, 90, 1, 1, 90, 0, false },
+  { WIDE_64 "window_left=unlimited", NULL, 100, 1, 1, 60, 0, false },
+  { WIDE_64 "window_left=unlimited,window_right=unlimited", NULL, 90, 2, 1, 60, 8, true },
+  { WIDE_64 "window_left=40,window_right=3", NULL, 100, 1, 1, 50, 1, true },
+  { WIDE_64 "window_left=30,softcap=20", NULL, 80, 1, 1, 50, 0, false },
+  { WIDE_64 "window_left=30,softcap=2,scale=-0.5", NULL, 80, 1, 1, 50, 0, false },
+  { WIDE_64 "window_left=99,scale=-0.2", NULL, 120, 1, 1, 50, 0, false },
+  { GPT_64 "window_left=127", NULL, 200, 1, 1, 150, 0, false },
+  { GPT_64 "window_left=127", "warps=8,warp_rows=16", 200, 1, 1, 150, 0, true },
+  { GPT_64 "window_left=20", NULL, 90, 3, 2, 20, 0, true },
+  { "q_heads=5,kv_heads=1,head_dim_qk=64,head_dim_v=64,dtype=f16,window_left=33", NULL,
+    80, 1, 1, 80, 0, true },
+  { "q_heads=6,kv_heads=2,head_dim_qk=128,head_dim_v=128,dtype=bf16,window_left=47", NULL,
+    110, 1, 1, 90, 0, false },
+  { "q_heads=4,kv_heads=1,head_dim_qk=192,head_dim_v=128,dtype=bf16,window_left=31,sinks=1", NULL,
+    70, 1, 1, 60, 8, false },
+  { "q_heads=2,kv_heads=1,head_dim_qk=256,head_dim_v=256,dtype=f16,window_left=20", NULL,
+    60, 1, 1, 60, 0, false },
+  { "q_heads=3,kv_heads=1,head_dim_qk=20,head_dim_v=37,dtype=f16,window_left=17,window_right=2",
+    NULL, 60, 1, 2, 40, 0, true },
+  { "q_heads=1,kv_heads=1,head_dim_qk=1,head_dim_v=3,dtype=bf16,window_left=9", NULL,
+    40, 1, 1, 40, 0, false },
+};
+
+static void attention_is_right(void **state)
+{
+  (void)state;
+  need_cuda();
+  for (size_t i = 0; i < COUNT(forward_scenes); i++) run_scene(&forward_scenes[i], run_forward);
 }
 
 // ---- Sums and copies ----------------------------------------------------------------------------
@@ -1002,9 +1157,10 @@ static int close_context(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(gradients_are_right), cmocka_unit_test(sums_are_gathered),
-    cmocka_unit_test(keys_are_packed),     cmocka_unit_test(gaps_are_filled),
-    cmocka_unit_test(sums_become_wide),    cmocka_unit_test(heads_are_combined),
+    cmocka_unit_test(attention_is_right), cmocka_unit_test(gradients_are_right),
+    cmocka_unit_test(sums_are_gathered),  cmocka_unit_test(keys_are_packed),
+    cmocka_unit_test(gaps_are_filled),    cmocka_unit_test(sums_become_wide),
+    cmocka_unit_test(heads_are_combined),
   };
   return cmocka_run_group_tests(tests, open_context, close_context);
 }
