@@ -305,9 +305,17 @@ enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t un
   return sw_layer_reserve_bytes(layer, &layer->head_sums, bytes);
 }
 
-enum swathe_status sw_layer_set_exchange(struct swathe_layer *layer, const char *config)
+enum swathe_status swathe_layer_set_exchange(struct swathe_layer *layer, const char *text)
 {
-  snprintf(layer->choices[SW_EXCHANGE].config, SW_CONFIG_TEXT, "%s", config);
+  char config[SW_CONFIG_TEXT];
+  enum swathe_status status =
+      has_knobs(layer) ? check_config(layer, SW_EXCHANGE, text, config)
+                       : sw_fail(SWATHE_UNSUPPORTED, "the exchange of this layer has no knobs");
+
+  if (status) return sw_within(status, "while setting a layer's exchange");
+  memcpy(layer->choices[SW_EXCHANGE].config, config, sizeof config);
+  snprintf(layer->choices[SW_EXCHANGE].why, sizeof layer->choices[SW_EXCHANGE].why,
+           "given by the caller");
   sw_exchange_read_knobs(config, &layer->agreed_knobs);
   layer->knobs = layer->agreed_knobs;
   return layer->plan ? sw_exchange_reserve(layer) : SWATHE_OK;

@@ -319,9 +319,6 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer);
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes);
 
-// Another exchange from now on, on all ranks alike; `config` is canonical.
-enum swathe_status sw_layer_set_exchange(struct swathe_layer *layer, const char *config);
-
 // At least so many bytes, likewise.
 enum swathe_status sw_layer_reserve_bytes(struct swathe_layer *layer, struct sw_buffer *buffer,
                                           size_t bytes);

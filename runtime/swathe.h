@@ -377,11 +377,11 @@ struct swathe_tensors {
 // Used by one thread at a time.
 struct swathe_layer;
 
-// Chooses configs (database, else default), agrees with the other ranks (rank 0 decides; a rank
-// whose isa cannot run that config keeps its own), and loads or compiles the kernels.  Every rank
-// of the transport calls it.  `transport` is borrowed until destroy; NULL: alone.
-// SWATHE_UNSUPPORTED: no kernels for that target.  SWATHE_DISAGREE: the ranks' versions or problems
-// differ.
+// Chooses configs of the kernels and of the exchange (database, else default), agrees with the
+// other ranks (rank 0 decides; a rank whose isa cannot run a kernel's config keeps its own), and
+// loads or compiles the kernels.  Every rank of the transport calls it.  `transport` is borrowed
+// until destroy; NULL: alone.  SWATHE_UNSUPPORTED: no kernels for that target.  SWATHE_DISAGREE:
+// the ranks' versions or problems differ.
 SWATHE_API enum swathe_status swathe_layer_create(struct swathe_context *context,
                                                   const struct swathe_problem *problem,
                                                   struct swathe_transport *transport,
@@ -431,6 +431,11 @@ SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer,
 // the largest.  `sharding` is not kept.
 SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
                                                  const struct swathe_sharding *sharding);
+// Another exchange than the one chosen, for who wants to compare: a config as swathe_tune_exchange
+// has it.  Every rank makes the same call between the same passes.
+SWATHE_API enum swathe_status swathe_layer_set_exchange(struct swathe_layer *layer,
+                                                        const char *config);
+
 // On the CPU `stream` must be NULL, and the calls return when the work is done.
 //
 // On CUDA `stream` is a CUstream of the layer's device (NULL: the default stream).  Tensors, sink,
