@@ -457,6 +457,31 @@ static void the_callers_stream_is_used(void **state)
   expect_success(driver.context_pop(&current), "pop");
 }
 
+// A layer may be sharded anew while what was queued under the old sharding still waits.
+static void queued_work_keeps_its_sharding(void **state)
+{
+  static const int64_t starts[] = { 0, 100, 600 };
+  struct alone alone;
+  (void)state;
+
+  need_cuda();
+  open_alone(&alone);
+  const struct swathe_sharding other = {
+    .ranks = 1, .batch = 1, .tokens = 600, .documents = 2, .document_starts = starts
+  };
+  expect_ok(swathe_layer_forward(alone.layer, &alone.tensors, NULL));
+  expect_ok(swathe_layer_backward(alone.layer, &alone.tensors, NULL));
+  for (int run = 0; run < 3; run++) {
+    spoil(&alone);
+    expect_ok(swathe_layer_forward(alone.layer, &alone.tensors, NULL));
+    expect_ok(swathe_layer_backward(alone.layer, &alone.tensors, NULL));
+    expect_ok(swathe_layer_shard(alone.layer, &other));
+    expect_results(&alone);
+    expect_ok(swathe_layer_shard(alone.layer, &alone.sharding));
+  }
+  close_alone(&alone);
+}
+
 // Forward and backward in one graph, replayed: the same bits each time.
 static void a_captured_graph_replays(void **state)
 {
@@ -532,6 +557,7 @@ int main(void)
     cmocka_unit_test(documents_and_spans),
     cmocka_unit_test(results_are_bit_equal),
     cmocka_unit_test(the_callers_stream_is_used),
+    cmocka_unit_test(queued_work_keeps_its_sharding),
     cmocka_unit_test(a_captured_graph_replays),
     cmocka_unit_test(what_cuda_cannot_do_is_said),
   };
