@@ -379,6 +379,15 @@ static void kernels_are_compiled_for_gpus(void **state)
   // all that a layer needs: forward, backward and its copies
   expect("compile --target cuda --dtype bf16 --arch sm_86 --cache gpu", 0, "dkv ", NULL);
   scratch_shell("test $(find gpu -name '*.swk' | wc -l) = 3");
+  // so that a machine with a GPU (emulated here) needs no NVRTC
+  if (getenv("TEST_LIBCUDA")) {
+    struct outcome run = run_prefixed(
+        "SWATHE_LIBNVRTC=/none SWATHE_LIBCUDA=$TEST_LIBCUDA EMULATOR_ARCH=sm_86",
+        "run --check --target cuda --dtype bf16 --cache gpu --tokens 40 --ranks 2");
+    if (run.status || !strstr(run.out, "0 compiled, 3 loaded from the cache"))
+      fail_msg("not from the cache alone: exit %d\n%s%s", run.status, run.out, run.err);
+    release(&run);
+  }
   expect("compile forward --target cuda --dtype bf16 --arch sm_80,sm_100 --window 128", 0,
          "forward for sm_100\n", NULL);
   expect("compile forward --space --most 1 --target cuda --dtype bf16 --arch sm_80,sm_100 "
