@@ -101,6 +101,9 @@ static int leave(void **state)
   while (!cuda.release(0)) {}
   unsetenv("EMULATOR_ARCH");
   unsetenv("EMULATOR_QUIET");
+  unsetenv("EMULATOR_DEVICES");
+  unsetenv("EMULATOR_FAIL");
+  unsetenv("EMULATOR_MEMORY_BYTES");
   return 0;
 }
 
@@ -388,6 +391,311 @@ static void test_launch_limits(void **state)
   unsetenv("EMULATOR_QUIET");
 }
 
+// ---- failures on demand
+
+static void test_failures_on_demand(void **state)
+{
+  (void)state;
+  uint64_t address[3], left = 5000;
+  char room[32];
+  begin();
+  setenv("EMULATOR_FAIL", "cuEventCreate:1=2,cuMemsetD32_v2:2=719", 1);
+  void *event;
+  assert_int_equal(cuda.event_create(&event, 0), 2);
+  assert_int_equal(cuda.set_words(output, 0, 1), 0);
+  assert_int_equal(cuda.set_words(output, 0, 1), 719);
+  assert_int_equal(cuda.set_words(output, 0, 1), 0);
+  unsetenv("EMULATOR_FAIL");
+  snprintf(room, sizeof room, "%llu", (unsigned long long)left + 8192);
+  setenv("EMULATOR_MEMORY_BYTES", room, 1);
+  assert_int_equal(cuda.allocate(&address[0], left), 0);
+  assert_int_equal(cuda.allocate(&address[1], 1), 2);
+  assert_int_equal(cuda.free(address[0]), 0);
+  assert_int_equal(cuda.allocate(&address[2], 1), 0);
+  assert_int_equal(cuda.free(address[2]), 0);
+  unsetenv("EMULATOR_MEMORY_BYTES");
+  end();
+}
+
+// ---- streams
+
+// How many of the seeds show the value that was there before: the reader did not wait.
+static int count_early_reads(bool waits, unsigned reader_flags)
+{
+  int early = 0;
+  begin();
+  void *writer, *reader, *event, *host;
+  assert_int_equal(cuda.stream_create(&writer, 1), 0);
+  assert_int_equal(cuda.stream_create(&reader, reader_flags), 0);
+  assert_int_equal(cuda.event_create(&event, 2), 0);
+  assert_int_equal(cuda.allocate_host(&host, 4), 0);
+  for (int i = 0; i < 40; i++) {
+    assert_int_equal(cuda.set_words(output, 0, 1), 0);
+    assert_int_equal(cuda.synchronize(), 0);
+    assert_int_equal(cuda.set_words_async(output, 7, 1, writer), 0);
+    assert_int_equal(cuda.event_record(event, writer), 0);
+    if (waits) assert_int_equal(cuda.stream_wait(reader, event, 0), 0);
+    assert_int_equal(cuda.to_host_async(host, output, 4, reader), 0);
+    assert_int_equal(cuda.stream_synchronize(reader), 0);
+    early += *(uint32_t *)host == 0;
+    assert_int_equal(cuda.stream_synchronize(writer), 0);
+  }
+  cuda.free_host(host);
+  cuda.event_destroy(event);
+  cuda.stream_destroy(writer);
+  cuda.stream_destroy(reader);
+  end();
+  return early;
+}
+
+static void test_missing_wait_between_streams_shows(void **state)
+{
+  (void)state;
+  assert_int_equal(count_early_reads(true, 1), 0);
+  assert_in_range(count_early_reads(false, 1), 1, 40);
+}
+
+// Blocking streams and the null stream wait for one another; others do not.
+static void test_null_stream(void **state)
+{
+  (void)state;
+  begin();
+  void *host;
+  assert_int_equal(cuda.allocate_host(&host, 4), 0);
+  for (unsigned flags = 0; flags < 2; flags++) {
+    void *stream;
+    int early = 0;
+    assert_int_equal(cuda.stream_create(&stream, flags), 0);
+    for (int i = 0; i < 40; i++) {
+      assert_int_equal(cuda.set_words(output, 0, 1), 0);
+      assert_int_equal(cuda.synchronize(), 0);
+      assert_int_equal(cuda.set_words_async(output, 7, 1, i % 2 ? stream : NULL), 0);
+      assert_int_equal(cuda.to_host_async(host, output, 4, i % 2 ? NULL : stream), 0);
+      assert_int_equal(cuda.stream_synchronize(i % 2 ? NULL : stream), 0);
+      early += *(uint32_t *)host == 0;
+      assert_int_equal(cuda.synchronize(), 0);
+    }
+    if (flags) assert_in_range(early, 1, 40);
+    else assert_int_equal(early, 0);
+    cuda.stream_destroy(stream);
+  }
+  cuda.free_host(host);
+  end();
+}
+
+// Pinned memory is read when the copy runs; other memory before the call returns.
+static void test_reused_host_memory(void **state)
+{
+  (void)state;
+  begin();
+  void *stream, *pinned;
+  uint32_t plain, seen;
+  int changed = 0;
+  assert_int_equal(cuda.stream_create(&stream, 1), 0);
+  assert_int_equal(cuda.allocate_host(&pinned, 4), 0);
+  for (int i = 0; i < 40; i++) {
+    *(uint32_t *)pinned = 1;
+    assert_int_equal(cuda.to_device_async(output, pinned, 4, stream), 0);
+    *(volatile uint32_t *)pinned = 2;
+    assert_int_equal(cuda.stream_synchronize(stream), 0);
+    assert_int_equal(cuda.to_host(&seen, output, 4), 0);
+    changed += seen == 2;
+    plain = 1;
+    assert_int_equal(cuda.to_device_async(output, &plain, 4, stream), 0);
+    plain = 2;
+    assert_int_equal(cuda.to_host(&seen, output, 4), 0);
+    assert_int_equal(seen, 1);
+  }
+  assert_in_range(changed, 1, 40);
+  cuda.free_host(pinned);
+  cuda.stream_destroy(stream);
+  end();
+}
+
+static void note(void *argument) { (*(int *)argument)++; }
+
+static void test_events_and_host_functions(void **state)
+{
+  (void)state;
+  begin();
+  void *stream, *from, *to;
+  int noted = 0, status;
+  float ms;
+  assert_int_equal(cuda.stream_create(&stream, 1), 0);
+  assert_int_equal(cuda.event_create(&from, 0), 0);
+  assert_int_equal(cuda.event_create(&to, 0), 0);
+  assert_int_equal(cuda.event_query(from), 0);  // never recorded: done
+  assert_int_equal(cuda.event_elapsed(&ms, from, to), 400);
+  assert_int_equal(cuda.event_record(from, stream), 0);
+  for (int i = 0; i < 10; i++) assert_int_equal(cuda.host_function(stream, note, &noted), 0);
+  assert_int_equal(cuda.event_record(to, stream), 0);
+  while ((status = cuda.event_query(to)) == 600) {}
+  assert_int_equal(status, 0);
+  assert_int_equal(noted, 10);
+  assert_int_equal(cuda.event_elapsed(&ms, from, to), 0);
+  assert_true(ms >= 0);
+  while ((status = cuda.stream_query(stream)) == 600) {}
+  assert_int_equal(status, 0);
+  cuda.event_destroy(from);
+  cuda.event_destroy(to);
+  assert_int_equal(cuda.stream_destroy(stream), 0);
+  assert_int_equal(cuda.stream_synchronize(stream), 400);
+  end();
+}
+
+// A fault shows where somebody waits, and stays.
+static void test_fault_in_a_stream(void **state)
+{
+  (void)state;
+  setenv("EMULATOR_QUIET", "1", 1);
+  begin();
+  void *stream, *module, *function = load("sm_80", "st.global.u32 [%d4+8192], %r1;\n", &module);
+  assert_int_equal(cuda.stream_create(&stream, 1), 0);
+  assert_int_equal(launch(function, 1, 32, 0, stream), 0);
+  assert_int_equal(cuda.stream_synchronize(stream), ILLEGAL_ADDRESS);
+  assert_int_equal(launch(function, 1, 32, 0, stream), ILLEGAL_ADDRESS);
+  assert_int_equal(cuda.stream_create(&stream, 1), ILLEGAL_ADDRESS);
+  end();
+}
+
+static void test_two_devices(void **state)
+{
+  (void)state;
+  setenv("EMULATOR_QUIET", "1", 1);
+  setenv("EMULATOR_DEVICES", "2", 1);
+  begin();
+  void *other, *stream, *module, *bad = load("sm_80", "trap;\n", &module);
+  assert_int_equal(cuda.retain(&other, 1), 0);
+  assert_int_equal(cuda.retain(&other, 2), 101);
+  assert_int_equal(cuda.set_current(other), 0);
+  assert_int_equal(cuda.stream_create(&stream, 0), 0);
+  assert_int_equal(launch(bad, 1, 32, 0, NULL), 400);  // the other device's function
+  assert_int_equal(cuda.set_current(context), 0);
+  assert_int_equal(cuda.stream_synchronize(stream), 400);
+  assert_int_equal(launch(bad, 1, 32, 0, NULL), 0);
+  assert_int_equal(cuda.synchronize(), LAUNCH_FAILED);
+  assert_int_equal(cuda.set_current(other), 0);
+  assert_int_equal(cuda.synchronize(), 0);
+  assert_int_equal(cuda.release(1), 0);
+  assert_int_equal(cuda.set_current(context), 0);
+  end();
+  unsetenv("EMULATOR_DEVICES");
+}
+
+// ---- graphs
+
+#define ADD_ONE "ld.global.u32 %r7, [%d4];\nadd.u32 %r7, %r7, 1;\nst.global.u32 [%d4], %r7;\n"
+#define DOUBLE "ld.global.u32 %r7, [%d4];\nadd.u32 %r7, %r7, %r7;\nst.global.u32 [%d4], %r7;\n"
+
+// Forks to a second stream and back: (x + 1) * 2, then + 1 on either side of the join.
+static void test_graph(void **state)
+{
+  (void)state;
+  begin();
+  void *first, *second, *forked, *joined, *graph, *exec, *modules[2];
+  void *add = load("sm_80", ADD_ONE, &modules[0]), *twice = load("sm_80", DOUBLE, &modules[1]);
+  uint32_t seen, capturing;
+  assert_int_equal(cuda.stream_create(&first, 1), 0);
+  assert_int_equal(cuda.stream_create(&second, 1), 0);
+  assert_int_equal(cuda.event_create(&forked, 2), 0);
+  assert_int_equal(cuda.event_create(&joined, 2), 0);
+  assert_int_equal(cuda.set_words(output, 0, 32), 0);
+  assert_int_equal(cuda.synchronize(), 0);
+  assert_int_equal(cuda.begin_capture(first, 0), 0);
+  assert_int_equal(launch(add, 1, 32, 0, first), 0);
+  assert_int_equal(cuda.event_record(forked, first), 0);
+  assert_int_equal(cuda.stream_wait(second, forked, 0), 0);
+  assert_int_equal(launch(twice, 1, 32, 0, second), 0);
+  assert_int_equal(cuda.event_record(joined, second), 0);
+  assert_int_equal(cuda.is_capturing(second, (int *)&capturing), 0);
+  assert_int_equal(capturing, 1);
+  assert_int_equal(cuda.stream_wait(first, joined, 0), 0);
+  assert_int_equal(launch(add, 1, 32, 0, first), 0);
+  assert_int_equal(cuda.end_capture(first, &graph), 0);
+  assert_int_equal(cuda.graph_instantiate(&exec, graph, 0), 0);
+  assert_int_equal(cuda.graph_destroy(graph), 0);
+  assert_int_equal(cuda.to_host(&seen, output, 4), 0);
+  assert_int_equal(seen, 0);  // nothing has run
+  for (uint32_t i = 0, x = 0; i < 10; i++) {
+    x = (x + 1) * 2 + 1;
+    assert_int_equal(cuda.graph_launch(exec, first), 0);
+    assert_int_equal(cuda.stream_synchronize(first), 0);
+    assert_int_equal(cuda.to_host(&seen, output, 4), 0);
+    assert_int_equal(seen, x);
+  }
+  assert_int_equal(cuda.graph_exec_destroy(exec), 0);
+  cuda.event_destroy(forked);
+  cuda.event_destroy(joined);
+  cuda.stream_destroy(first);
+  cuda.stream_destroy(second);
+  end();
+}
+
+// The same with no event back: refused, and with no event there: both orders come about.
+static void test_graph_without_an_edge(void **state)
+{
+  (void)state;
+  begin();
+  void *first, *second, *forked, *joined, *graph, *exec, *modules[2];
+  void *add = load("sm_80", ADD_ONE, &modules[0]), *twice = load("sm_80", DOUBLE, &modules[1]);
+  uint32_t seen;
+  assert_int_equal(cuda.stream_create(&first, 1), 0);
+  assert_int_equal(cuda.stream_create(&second, 1), 0);
+  assert_int_equal(cuda.event_create(&forked, 2), 0);
+  assert_int_equal(cuda.event_create(&joined, 2), 0);
+  for (int joins = 0; joins < 2; joins++) {
+    assert_int_equal(cuda.begin_capture(first, 0), 0);
+    assert_int_equal(cuda.event_record(forked, first), 0);
+    assert_int_equal(cuda.stream_wait(second, forked, 0), 0);
+    assert_int_equal(launch(add, 1, 32, 0, first), 0);
+    assert_int_equal(launch(twice, 1, 32, 0, second), 0);
+    assert_int_equal(cuda.event_record(joined, second), 0);
+    if (joins) assert_int_equal(cuda.stream_wait(first, joined, 0), 0);
+    assert_int_equal(cuda.end_capture(first, &graph), joins ? 0 : 904);
+  }
+  assert_int_equal(cuda.graph_instantiate(&exec, graph, 0), 0);
+  int orders[2] = { 0 };
+  for (int i = 0; i < 40; i++) {
+    assert_int_equal(cuda.set_words(output, 1, 32), 0);
+    assert_int_equal(cuda.synchronize(), 0);
+    assert_int_equal(cuda.graph_launch(exec, first), 0);
+    assert_int_equal(cuda.stream_synchronize(first), 0);
+    assert_int_equal(cuda.to_host(&seen, output, 4), 0);
+    assert_in_range(seen, 3, 4);
+    orders[seen - 3]++;
+  }
+  assert_true(orders[0] && orders[1]);
+  cuda.graph_destroy(graph);
+  cuda.graph_exec_destroy(exec);
+  cuda.event_destroy(forked);
+  cuda.event_destroy(joined);
+  cuda.stream_destroy(first);
+  cuda.stream_destroy(second);
+  end();
+}
+
+static void test_waiting_spoils_a_recording(void **state)
+{
+  (void)state;
+  begin();
+  void *stream, *graph;
+  assert_int_equal(cuda.stream_create(&stream, 1), 0);
+  assert_int_equal(cuda.begin_capture(stream, 0), 0);
+  assert_int_equal(cuda.stream_synchronize(stream), 900);
+  assert_int_equal(cuda.end_capture(stream, &graph), 901);
+  uint64_t address;
+  assert_int_equal(cuda.begin_capture(stream, 0), 0);
+  assert_int_equal(cuda.allocate(&address, 16), 900);
+  assert_int_equal(cuda.end_capture(stream, &graph), 901);
+  assert_int_equal(cuda.begin_capture(stream, 2), 0);  // relaxed
+  assert_int_equal(cuda.allocate(&address, 16), 0);
+  assert_int_equal(cuda.end_capture(stream, &graph), 0);
+  cuda.graph_destroy(graph);
+  cuda.free(address);
+  cuda.stream_destroy(stream);
+  end();
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -398,6 +706,16 @@ int main(void)
     cmocka_unit_test_teardown(test_unknown_instruction, leave),
     cmocka_unit_test_teardown(test_what_it_does_not_load, leave),
     cmocka_unit_test_teardown(test_launch_limits, leave),
+    cmocka_unit_test_teardown(test_failures_on_demand, leave),
+    cmocka_unit_test_teardown(test_missing_wait_between_streams_shows, leave),
+    cmocka_unit_test_teardown(test_null_stream, leave),
+    cmocka_unit_test_teardown(test_reused_host_memory, leave),
+    cmocka_unit_test_teardown(test_events_and_host_functions, leave),
+    cmocka_unit_test_teardown(test_fault_in_a_stream, leave),
+    cmocka_unit_test_teardown(test_two_devices, leave),
+    cmocka_unit_test_teardown(test_graph, leave),
+    cmocka_unit_test_teardown(test_graph_without_an_edge, leave),
+    cmocka_unit_test_teardown(test_waiting_spoils_a_recording, leave),
   };
   const char *path = getenv("TEST_LIBCUDA");
   if (!path || !cuda_driver_open(&cuda, path)) {

@@ -38,6 +38,7 @@ struct function {
 };
 
 struct module {
+  struct module *next;         // of the context
   CUcontext context;
   struct ptx_module *ptx;
   uint64_t globals;
@@ -223,6 +224,16 @@ API CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer)
 
 // ---- contexts
 
+static void free_module(struct module *module)
+{
+  for (int i = 0; module->functions && i < module->ptx->kernel_count; i++)
+    if (module->functions[i].code) code_free(module->functions[i].code);
+  free(module->functions);
+  if (module->globals) memory_free(module->globals, MEMORY_DEVICE);
+  ptx_free(module->ptx);
+  free(module);
+}
+
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
   ENTER_ANYWHERE;
@@ -246,9 +257,16 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
   bool held = at->holders > 0, last = held && --at->holders == 0;
   pthread_mutex_unlock(&lock);
   if (!held) return INVALID_CONTEXT;
-  if (last) {
+  if (last) {  // all that was the context's goes with it, the fault too
     stream_finish_context(at);
-    at->fault = 0;  // a new primary context starts anew
+    while (at->modules) {
+      struct module *module = at->modules;
+      at->modules = module->next;
+      free_module(module);
+    }
+    memory_free_all(device);
+    at->fault = 0;
+    at->peers = 0;
   }
   return SUCCESS;
 }
@@ -323,8 +341,10 @@ API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
 API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
   ENTER;
-  (void)peer;
-  return flags ? INVALID_VALUE : SUCCESS;
+  if (flags || !peer || peer == current()) return INVALID_VALUE;
+  if (current()->peers >> peer->device & 1) return 704;  // it is already
+  current()->peers |= UINT64_C(1) << peer->device;
+  return SUCCESS;
 }
 
 // ---- memory
@@ -340,7 +360,7 @@ API CUresult cuMemAlloc_v2(CUdeviceptr *address, size_t bytes)
   ENTER;
   if (!address || !bytes) return INVALID_VALUE;
   if (stream_forbids()) return CAPTURE_UNSUPPORTED;
-  *address = memory_allocate(bytes, MEMORY_DEVICE, watches());
+  *address = memory_allocate(bytes, MEMORY_DEVICE, current()->device, watches());
   return *address ? SUCCESS : OUT_OF_MEMORY;
 }
 
@@ -358,7 +378,7 @@ API CUresult cuMemAllocHost_v2(void **address, size_t bytes)
 {
   ENTER;
   if (stream_forbids()) return CAPTURE_UNSUPPORTED;
-  *address = (void *)(uintptr_t)memory_allocate(bytes, MEMORY_PINNED, false);
+  *address = (void *)(uintptr_t)memory_allocate(bytes, MEMORY_PINNED, current()->device, false);
   return *address ? SUCCESS : OUT_OF_MEMORY;
 }
 
@@ -699,22 +719,13 @@ static CUresult check_target(const struct ptx_module *ptx, struct log *log)
   return SUCCESS;
 }
 
-static void free_module(struct module *module)
-{
-  for (int i = 0; module->functions && i < module->ptx->kernel_count; i++)
-    if (module->functions[i].code) code_free(module->functions[i].code);
-  free(module->functions);
-  if (module->globals) memory_free(module->globals, MEMORY_DEVICE);
-  ptx_free(module->ptx);
-  free(module);
-}
-
 static CUresult load(struct module *module, struct log *log)
 {
   struct ptx_module *ptx = module->ptx;
   char words[512];
   if (ptx->global_bytes) {
-    module->globals = memory_allocate(ptx->global_bytes, MEMORY_DEVICE, watches());
+    module->globals = memory_allocate(ptx->global_bytes, MEMORY_DEVICE, current()->device,
+                                      watches());
     if (!module->globals) return OUT_OF_MEMORY;
     memset(MEMORY_HOST(module->globals), 0, ptx->global_bytes);
     for (int i = 0; i < ptx->variable_count; i++)
@@ -763,9 +774,16 @@ API CUresult cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned op
   made->context = current();
   CUresult status = check_target(ptx, &log);
   if (!status) status = load(made, &log);
-  if (status) free_module(made);
-  else *module = made;
-  return status;
+  if (status) {
+    free_module(made);
+    return status;
+  }
+  pthread_mutex_lock(&lock);
+  made->next = current()->modules;
+  current()->modules = made;
+  pthread_mutex_unlock(&lock);
+  *module = made;
+  return SUCCESS;
 }
 
 API CUresult cuModuleLoadData(CUmodule *module, const void *image)
@@ -778,6 +796,13 @@ API CUresult cuModuleUnload(CUmodule module)
   ENTER;
   if (!module) return INVALID_HANDLE;
   stream_finish_context(module->context);
+  pthread_mutex_lock(&lock);
+  struct module **at = &module->context->modules;
+  while (*at && *at != module) at = &(*at)->next;
+  bool known = *at;
+  if (known) *at = module->next;
+  pthread_mutex_unlock(&lock);
+  if (!known) return INVALID_HANDLE;
   free_module(module);
   return SUCCESS;
 }
@@ -914,7 +939,8 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
   struct stream *at = stream_of(stream);
   if (!function || !at || function->module->context != current()) return INVALID_HANDLE;
   struct stream_task task = { .kind = STREAM_LAUNCH,
-    .launch = { .code = function->code, .grid = { grid_x, grid_y, grid_z }, .threads = { x, y, z },
+    .launch = { .code = function->code, .device = current()->device,
+                .grid = { grid_x, grid_y, grid_z }, .threads = { x, y, z },
                 .dynamic_shared_bytes = shared_bytes } };
   CUresult status = check_launch(function, &task.launch);
   if (status) return status;

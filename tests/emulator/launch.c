@@ -106,7 +106,7 @@ static void remove_job(struct job *job)
   pthread_mutex_unlock(&lock);
 }
 
-int launch_run(const struct launch_request *request, uint64_t seed, bool watch)
+int launch_run(const struct launch_request *request, uint64_t peers, uint64_t seed, bool watch)
 {
   struct memory_table *memory = memory_hold();
   struct job job = { .count = (uint64_t)request->grid[0] * request->grid[1] * request->grid[2] };
@@ -118,6 +118,8 @@ int launch_run(const struct launch_request *request, uint64_t seed, bool watch)
   job.launch.dynamic_shared_bytes = request->dynamic_shared_bytes;
   job.launch.params = request->params;
   job.launch.memory = memory;
+  job.launch.device = request->device;
+  job.launch.peers = peers;
   job.launch.seed = seed;
   job.launch.watch = watch;
   // a tag has 28 bits; a process that uses them up is no longer watched between blocks

@@ -8,9 +8,11 @@ struct launch_request {
   uint32_t grid[3], threads[3];
   uint32_t dynamic_shared_bytes;
   unsigned char *params;       // as many bytes as the kernel has
+  int device;
 };
 
 // Runs all blocks, in an order that the seed gives; 0, or a CUresult whose words were printed.
-int launch_run(const struct launch_request *request, uint64_t seed, bool watch);
+// `peers`: a bit for each device whose memory may be touched as well.
+int launch_run(const struct launch_request *request, uint64_t peers, uint64_t seed, bool watch);
 
 #endif

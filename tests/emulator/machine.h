@@ -25,6 +25,8 @@ struct machine_launch {
   uint32_t dynamic_shared_bytes;
   const unsigned char *params;
   const struct memory_table *memory;
+  int device;
+  uint64_t peers;              // devices whose memory it may touch as well
   uint64_t seed;
   uint32_t first_tag;          // blocks are first_tag + their number, unlike any other launch's
   bool watch;                  // races

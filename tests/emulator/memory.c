@@ -58,7 +58,7 @@ static void insert(struct memory_region region)
   current = table;
 }
 
-uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, bool watched)
+uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, int device, bool watched)
 {
   if (!bytes) return 0;
   pthread_mutex_lock(&lock);
@@ -69,7 +69,7 @@ uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, bool watched)
     if (base) {
       mprotect(base + mapped_bytes(bytes), PAGE, PROT_NONE);
       struct memory_region region = { .begin = (uint64_t)(uintptr_t)base, .bytes = bytes,
-                                      .pinned = kind == MEMORY_PINNED };
+                                      .pinned = kind == MEMORY_PINNED, .device = device };
       if (kind == MEMORY_DEVICE) {
         memset(base, 0xff, bytes);
         region.begin |= MEMORY_DEVICE_BIT;
@@ -112,6 +112,14 @@ bool memory_free(uint64_t address, enum memory_kind kind)
     }
   pthread_mutex_unlock(&lock);
   return found;
+}
+
+void memory_free_all(int device)
+{
+  pthread_mutex_lock(&lock);
+  for (int i = current ? current->count : 0; i-- > 0;)
+    if (current->regions[i].device == device) forget(i);
+  pthread_mutex_unlock(&lock);
 }
 
 void memory_room(uint64_t *free_bytes, uint64_t *total)

@@ -13,6 +13,7 @@
 struct memory_region {
   uint64_t begin, bytes;
   bool pinned;
+  int device;                // that has it, or whose context asked for it
   uint64_t *shadow;          // of each 4 bytes who wrote and read them last; NULL: not watched
 };
 
@@ -25,8 +26,9 @@ struct memory_table {
 enum memory_kind { MEMORY_DEVICE, MEMORY_PINNED };
 
 // 0 where there is no room.  Device memory is filled with 0xff.
-uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, bool watched);
+uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, int device, bool watched);
 bool memory_free(uint64_t address, enum memory_kind kind);
+void memory_free_all(int device);
 void memory_room(uint64_t *free_bytes, uint64_t *total_bytes);
 
 struct memory_table *memory_hold(void);

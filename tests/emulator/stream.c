@@ -92,15 +92,15 @@ static void set_elements(const struct stream_task *task)
     memcpy(at + i * (size_t)task->element_bytes, &task->value, (size_t)task->element_bytes);
 }
 
-static int run_graph(const struct graph *graph);
+static int run_graph(const struct context *context, const struct graph *graph);
 
-static int run_task(const struct stream_task *task)
+static int run_task(const struct context *context, const struct stream_task *task)
 {
   switch (task->kind) {
   case STREAM_LAUNCH: {
     const char *races = getenv("EMULATOR_RACES");
     uint64_t number = atomic_fetch_add(&launch_count, 1);
-    return launch_run(&task->launch, stream_seed() * UINT64_C(1000003) + number,
+    return launch_run(&task->launch, context->peers, stream_seed() * UINT64_C(1000003) + number,
                       !races || strcmp(races, "0"));
   }
   case STREAM_COPY:
@@ -113,14 +113,14 @@ static int run_task(const struct stream_task *task)
     task->call(task->argument);
     return 0;
   case STREAM_GRAPH:
-    return run_graph(task->graph);
+    return run_graph(context, task->graph);
   default:
     return 0;
   }
 }
 
 // Nodes in some order that their edges allow.
-static int run_graph(const struct graph *graph)
+static int run_graph(const struct context *context, const struct graph *graph)
 {
   bool *done = calloc((size_t)graph->count + 1, 1);
   int status = 0;
@@ -136,7 +136,7 @@ static int run_graph(const struct graph *graph)
     }
     pthread_mutex_unlock(&lock);
     done[chosen] = true;
-    status = run_task(&graph->nodes[chosen].task);
+    status = run_task(context, &graph->nodes[chosen].task);
   }
   free(done);
   return status;
@@ -188,7 +188,7 @@ static void *serve(void *argument)
     }
     int status = stream->context->fault;
     pthread_mutex_unlock(&lock);
-    if (!status) status = run_task(&at->task);
+    if (!status) status = run_task(stream->context, &at->task);
     pthread_mutex_lock(&lock);
     if (at->task.kind == STREAM_RECORD) {
       at->task.event->time_ns = now_ns();

@@ -13,8 +13,10 @@ struct context {
   int device;
   int holders;
   int fault;                   // sticky
+  uint64_t peers;              // devices whose memory kernels may touch, as bits
   struct stream *null_stream;
   struct stream *streams;
+  struct module *modules;
 };
 
 enum stream_kind { STREAM_LAUNCH, STREAM_COPY, STREAM_SET, STREAM_CALL, STREAM_RECORD, STREAM_WAIT,

@@ -43,6 +43,12 @@ unsigned char *watch_global_slowly(struct machine_block *block, const struct cod
                   "%u bytes at 0x%llx are not in device memory: %s", bytes,
                   (unsigned long long)address, why);
   }
+  const struct machine_launch *launch = block->launch;
+  if (!region->pinned && region->device != launch->device &&
+      !(launch->peers >> region->device & 1))
+    machine_fault(block, op, lane, MACHINE_ILLEGAL_ADDRESS,
+                  "%u bytes at 0x%llx are memory of device %d, not of device %d", bytes,
+                  (unsigned long long)address, region->device, launch->device);
   block->region = region;
   return MEMORY_HOST(address);
 }
