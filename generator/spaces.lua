@@ -468,10 +468,6 @@ return {
         { "tile_tokens", function(c) return c.rows // c.pack end, "query positions of a tile" },
         { "one_tile",    function(c) return forward_tile.one_tile(c, c.tile_tokens) end,
           "whether all keys of a tile of queries fit one tile" },
-        { "pitch_qk",    function(c) return pitch(c.head_dim_qk) end,
-          "16-byte chunks from one query or key to the next" },
-        { "pitch_v",     function(c) return pitch(c.head_dim_v) end,
-          "the same of values and out" },
         { "q_bytes",     forward_tile.q_bytes,      "the queries of a tile, later its out" },
         { "shared_bytes", function(c)
             return c.q_bytes + c.stages * forward_tile.stage_bytes(c)

@@ -237,6 +237,7 @@ static void add_runs(struct scene *scene, struct sw_unit *unit, int64_t document
   unit->run_begin = scene->run_count;
   while (begin < end) {
     int64_t tokens = chance(4) ? end - begin : 1 + chance((uint32_t)(end - begin));
+    if (scene->row->holes && tokens > 12) tokens = 1 + chance(12);   // several to a tile
     if (!scene->row->holes || chance(3)) add_run(scene, begin, tokens);
     begin += tokens;
   }
@@ -864,9 +865,8 @@ static void gradients_are_right(void **state)
 
 #define SMALL_64 "pack=2,warps=2,warp_rows=16,block_k=32,"   // tiles of 16 queries and 32 keys
 
-// Windows around multiples of a tile of keys and of 64; each way of loading, waiting and masking.
-static const struct scene_row forward_scenes[] = {
-  { WIDE_64 "window_left=63", NULL, 150, 1, 1, 70, 0, false },
+// Windows around multiples of a tile of keys and of 64; each way of loading and waiting.
+static const struct scene_row forward_tiles[] = {
   { WIDE_64 "window_left=31", SMALL_64 "stages=1,q_in_regs=1", 130, 1, 1, 130, 0, false },
   { WIDE_64 "window_left=32", SMALL_64 "stages=2", 130, 1, 2, 100, 0, false },
   { WIDE_64 "window_left=62", SMALL_64 "stages=3", 130, 2, 1, 100, 0, false },
@@ -874,8 +874,16 @@ static const struct scene_row forward_scenes[] = {
   { WIDE_64 "window_left=64", SMALL_64 "stages=1", 130, 1, 1, 60, 8, true },
   { WIDE_64 "window_left=16", SMALL_64 "stages=1", 130, 1, 1, 60, 1, false },   // one tile
   { WIDE_64 "window_left=17", SMALL_64 "stages=1", 130, 1, 1, 60, 1, false },   // a key too wide
-  { WIDE_64 "window_left=0", NULL, 70, 1, 1, 30, 0, false },
   { WIDE_64 "window_left=0,window_right=40", SMALL_64 "stages=2", 130, 1, 1, 70, 0, false },
+  // the third warp's first query sees the first tile's last key, and of that tile nothing else
+  { WIDE_64 "window_left=17", "pack=1,warps=4,warp_rows=16,block_k=16,stages=2", 130, 1, 1, 130, 0,
+    false },
+  { GPT_64 "window_left=40", "warps=2,warp_rows=32,block_k=32,stages=2", 130, 1, 1, 70, 0, true },
+};
+
+static const struct scene_row forward_shapes[] = {
+  { WIDE_64 "window_left=63", NULL, 150, 1, 1, 70, 0, false },
+  { WIDE_64 "window_left=0", NULL, 70, 1, 1, 30, 0, false },
   { WIDE_64 "window_left=15,window_right=16", NULL, 90, 1, 1, 90, 0, false },
   { WIDE_64 "window_left=unlimited", NULL, 100, 1, 1, 60, 0, false },
   { WIDE_64 "window_left=unlimited,window_right=unlimited", NULL, 90, 2, 1, 60, 8, true },
@@ -900,11 +908,18 @@ static const struct scene_row forward_scenes[] = {
     40, 1, 1, 40, 0, false },
 };
 
-static void attention_is_right(void **state)
+static void forward_around_tiles(void **state)
 {
   (void)state;
   need_cuda();
-  for (size_t i = 0; i < COUNT(forward_scenes); i++) run_scene(&forward_scenes[i], run_forward);
+  for (size_t i = 0; i < COUNT(forward_tiles); i++) run_scene(&forward_tiles[i], run_forward);
+}
+
+static void forward_of_all_shapes(void **state)
+{
+  (void)state;
+  need_cuda();
+  for (size_t i = 0; i < COUNT(forward_shapes); i++) run_scene(&forward_shapes[i], run_forward);
 }
 
 // ---- Sums and copies ----------------------------------------------------------------------------
@@ -1157,10 +1172,10 @@ static int close_context(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(attention_is_right), cmocka_unit_test(gradients_are_right),
-    cmocka_unit_test(sums_are_gathered),  cmocka_unit_test(keys_are_packed),
-    cmocka_unit_test(gaps_are_filled),    cmocka_unit_test(sums_become_wide),
-    cmocka_unit_test(heads_are_combined),
+    cmocka_unit_test(forward_around_tiles), cmocka_unit_test(forward_of_all_shapes),
+    cmocka_unit_test(gradients_are_right),  cmocka_unit_test(sums_are_gathered),
+    cmocka_unit_test(keys_are_packed),      cmocka_unit_test(gaps_are_filled),
+    cmocka_unit_test(sums_become_wide),     cmocka_unit_test(heads_are_combined),
   };
   return cmocka_run_group_tests(tests, open_context, close_context);
 }

@@ -248,7 +248,7 @@ DEVICE float finish_row(const struct sw_attention_args &args, const struct place
   return some ? share / sum : 0;
 }
 
-// Rounds the warp's rows of out and lays them where Q was.
+// Rounds the warp's rows of out and lays them where Q was, which nobody has read since a barrier.
 DEVICE void lay_out(unsigned tile, const struct part &part, const struct rows &rows,
                     float factor[BANDS][2]) {
 #pragma unroll
@@ -400,14 +400,14 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
       round_weights(weights, s);
     }
 //@ if ONE_TILE == 1 then
-    copy_wait(0);
+    copy_wait(0);                                 // nothing is asked for ahead
 //@ else
     copy_wait(STAGES > 1 ? 2 * STAGES - 2 : 1);
 //@ end
     block_sync();                                 // its V too
     if (seen) weigh_values(rows, weights, v_tile);
 //@ if STAGES == 1 and ONE_TILE == 0 then
-    block_sync();
+    block_sync();                                 // all have read V
     if (ahead.keys) {
       load_keys(v_tile, BLOCK_K, HEAD_DIM_V, true, ahead, all, place, thread, THREADS);
       next_keys(ahead, args.runs, BLOCK_K);
@@ -435,12 +435,7 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
       shares[m][r] = finish_row(args, place, rows.top[m][r], row_sum(rows.sum[m][r]),
                                 row + at / PACK, head + at % PACK, exists && thread % 4 == 0);
     }
-//@ if PITCH_QK == PITCH_V then
-  warp_sync();                                    // out's rows lie where the warp's own of Q lay
-//@ else
-  block_sync();
-//@ end
   lay_out(q_tile, part, rows, shares);
-  warp_sync();
+  warp_sync();                                    // the warp's rows of out are there
   store_out(q_tile, part, args.out, row, head, place.batch, tokens * PACK);
 }
