@@ -343,6 +343,19 @@ static double number_of(const char *json, const char *name)
   return strtod(at + strlen(wanted), NULL);
 }
 
+static void need_nvrtc(const char *test)
+{
+  struct outcome doctor = run_prefixed("", "doctor");
+  const char *compiler = strstr(doctor.out, "cuda compiler ");
+  assert_non_null(compiler);
+  const bool absent = strspn(compiler + strlen("cuda compiler "), " ") ==
+                      strcspn(compiler + strlen("cuda compiler "), "a");
+  release(&doctor);
+  if (!absent) return;
+  print_message("%s: skipped, there is no NVRTC\n", test);
+  skip();
+}
+
 // Without a driver or a GPU: what kernels use, and how much more they do than is asked for.
 static void kernels_are_compiled_for_gpus(void **state)
 {
@@ -351,16 +364,7 @@ static void kernels_are_compiled_for_gpus(void **state)
   };
   char words[256];
   (void)state;
-  struct outcome doctor = run_prefixed("", "doctor");
-  const char *compiler = strstr(doctor.out, "cuda compiler ");
-  assert_non_null(compiler);
-  const bool absent = strspn(compiler + strlen("cuda compiler "), " ") ==
-                      strcspn(compiler + strlen("cuda compiler "), "a");
-  release(&doctor);
-  if (absent) {
-    print_message("kernels_are_compiled_for_gpus: skipped, there is no NVRTC\n");
-    skip();
-  }
+  need_nvrtc("kernels_are_compiled_for_gpus");
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     snprintf(words, sizeof words,
              "compile %s --json --target cuda --arch sm_90a --model gpt-oss-20b", rows[i].kernel);
@@ -547,6 +551,37 @@ static void refuses_files_that_do_not_fit(void **state)
 
 // ---- Failing together ---------------------------------------------------------------------------
 
+// On the emulated driver: random data against the reference, and files.
+static void runs_on_the_cuda_target(void **state)
+{
+  const char *driver = getenv("TEST_LIBCUDA");
+  (void)state;
+  setenv("SWATHE_LIBCUDA", "/nowhere/libcuda.so.1", 1);
+  expect("run --target cuda --dtype bf16 --tokens 64", 1, NULL, "no CUDA driver here");
+  unsetenv("SWATHE_LIBCUDA");
+  need_nvrtc("runs_on_the_cuda_target");
+  if (!driver) skip();
+  setenv("SWATHE_LIBCUDA", driver, 1);
+  expect("doctor", 0, "emulated, not a GPU", NULL);
+  expect("run --target cuda --dtype bf16 --window 100 --tokens 300 --ranks 3 --layout zigzag "
+         "--problem q_heads=4,kv_heads=2,sinks=1 --check --repeat 2", 0, "  dsink ", NULL);
+  expect_json("run --target cuda --dtype f16 --documents 70,130 --window-left 40 "
+              "--window-right 9 --ranks 2 --check --json", 0, "\"forward_exact\": true");
+  expect("run --target cuda --arch sm_99 --dtype bf16", 1, NULL,
+         "no architecture of the cuda target is called 'sm_99'; there are ");
+  expect("run --target cuda --dtype f32 --tokens 64", 1, NULL, "f32");
+
+  put_array("gq.npy", 3, (const int64_t[]){ 70, 4, 16 });
+  put_array("gk.npy", 3, (const int64_t[]){ 70, 2, 16 });
+  put_array("gv.npy", 3, (const int64_t[]){ 70, 2, 16 });
+  put_array("gdo.npy", 3, (const int64_t[]){ 70, 4, 16 });
+  expect("run --target cuda --dtype bf16 --q gq.npy --k gk.npy --v gv.npy --dout gdo.npy "
+         "--window 20 --ranks 2 --check --out gpu", 0, "written to gpu", NULL);
+  struct cli_npy array = get_array("gpu/dk.npy", "[70, 2, 16]");
+  free(array.data);
+  unsetenv("SWATHE_LIBCUDA");
+}
+
 // No compiler: every rank fails, none waits for another, and the first cause is what is printed.
 static void a_failing_rank_ends_the_run(void **state)
 {
@@ -638,6 +673,7 @@ int main(void)
     cmocka_unit_test(replays_files_over_any_ranks),
     cmocka_unit_test(keeps_the_number_of_axes),
     cmocka_unit_test(refuses_files_that_do_not_fit),
+    cmocka_unit_test(runs_on_the_cuda_target),
     cmocka_unit_test(a_failing_rank_ends_the_run),
     cmocka_unit_test(a_failed_check_is_a_failure),
     cmocka_unit_test(a_missing_rank_ends_the_run),

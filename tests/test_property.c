@@ -128,7 +128,7 @@ static const char *const *configs_of(const struct property *property)
 {
   static struct property last;  // what a kernel is made from
   static struct lottery lotteries[2];
-  static const char *const configs[] = { lotteries[0].config, lotteries[1].config };
+  static const char *configs[2];  // NULL where a space prefers no point: the default
   struct property kernel = { 0 };
   const struct swathe_problem problem = property_problem(property);
 
@@ -140,6 +140,7 @@ static const char *const *configs_of(const struct property *property)
     if (swathe_configs(context_of(property->isa, property->optimised, 1), &problem,
                        (enum swathe_direction)d, NULL, false, show_config, NULL, &lotteries[d]))
       return NULL;
+    configs[d] = lotteries[d].shown ? lotteries[d].config : NULL;
   }
   last = kernel;
   return configs;
