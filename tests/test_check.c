@@ -2,6 +2,7 @@
 // wrong number wherever it promises to look.  The results it is given here are the reference's own.
 #include "../runtime/cli/fail.c"
 #include "../runtime/cli/args.c"
+#include "../runtime/cli/ranks.c"
 #include "../runtime/cli/given.c"
 #include "../runtime/cli/npy.c"
 #include "../runtime/cli/arrays.c"

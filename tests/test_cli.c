@@ -540,7 +540,9 @@ static void refuses_files_that_do_not_fit(void **state)
     { FILES "--sink s.npy --problem sinks=0", 2, "--problem sets sinks, and so does --sink" },
     { FILES "--documents 71", 2, "--documents are 71 tokens together, but the sequence has 70" },
     { FILES "--out q.npy/results", 1, "the directory q.npy/results cannot be made" },
-    { "--transport mpi --tokens 9", 1, "--transport mpi is not supported" },
+    { "--transport pigeons --tokens 9", 2, "--transport pigeons: there is 'threads'" },
+    { "--transport mpi --tokens 9", 1, "no launcher of MPI started this process" },
+    { "--deadline 0 --tokens 9", 2, "--deadline 0: more than 0 seconds" },
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
     char words[512];

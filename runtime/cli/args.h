@@ -77,8 +77,11 @@
     "of halo, all_gather, a2a, ring, ring_all; default all")                                       \
   X(ROUNDS, "rounds", "N", VERB, "measure N times, in turns; default 5")                           \
   X(HTML, "html", "FILE", VERB, "also write a page with a picture")                                \
-  X(TRANSPORT, "transport", "threads", VERB,                                                       \
-    "how the ranks reach each other; threads of a process")                                        \
+  X(TRANSPORT, "transport", "threads|mpi", VERB,                                                   \
+    "how the ranks reach each other: threads of one process (the default), or one process per "    \
+    "rank, started by mpirun or srun")                                                             \
+  X(DEADLINE, "deadline", "SECONDS", VERB,                                                         \
+    "longest wait of a rank for another; default 600")                                             \
   X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                 \
   X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also try what is thought unlikely to win")              \
   X(AGAIN, "again", NULL, VERB, "measure even what the database already has")                      \

@@ -1,5 +1,6 @@
 // given.c: options -> context, problem, sequence and sharding.  See given.h.
 #include "given.h"
+#include "ranks.h"
 
 #include <inttypes.h>
 #include <sched.h>
@@ -309,7 +310,8 @@ enum cli_exit cli_given_read(const struct cli_args *args, bool share_processors,
   if (!code && files) code = check_files(args);
   if (!code) code = read_ranks_early(args, &ranks);
   if (code) return code;
-  const int32_t share = cli_given_processors() / (int32_t)ranks;
+  const int32_t processors = cli_given_processors();
+  const int32_t share = processors / cli_ranks_sharing(args, (int32_t)ranks, processors);
   code = cli_given_open(args, !share_processors ? 0 : share < 1 ? 1 : share, given);
   if (!code) code = read_problem(args, given);
   if (!code && files) code = take_files(args, files, &given->problem);

@@ -1,5 +1,7 @@
-// group.c: one thread per rank, one shared context, one layer each.  A rank that fails takes the
-// others with it: they leave the exchange (swathe_threads_abort) and the meeting points below.
+// group.c: one thread per rank that is here, one shared context, one layer each.  A rank that fails
+// takes the others with it: they leave the exchange and the meeting points below
+// (swathe_transport_abort).  With --transport mpi the one rank of each process holds the inputs
+// whole, and its outputs travel to rank 0.
 #include "group.h"
 
 #include <inttypes.h>
@@ -10,30 +12,24 @@
 #include <string.h>
 #include <time.h>
 
-// Long enough for a rank whose share takes minutes; ranks of one process do not get lost.
-static const double deadline_s = 600;
-
 // What the threads share.
 struct team {
   struct cli_group *group;
-  struct swathe_threads *threads;
   pthread_mutex_t mutex;
-  pthread_cond_t met;
-  int32_t waiting;      // ranks at the meeting point
-  int64_t meetings;     // how many came to an end
   bool failed;
   char words[8192];     // of the first failure
   float *dsink_parts;   // [ranks][q_heads]
-  double *rank_us, *rank_wait_us;  // [ranks] of the call in progress
 };
 
 struct member {
   struct team *team;
   pthread_t thread;
   int32_t rank;
+  struct swathe_transport *transport;
   int64_t rows, span_count;
   struct swathe_span *spans;
   struct swathe_layer *layer;
+  struct swathe_timing *timings;  // [ranks] of the call in progress
   void *data[CLI_ARRAY_COUNT];  // this rank's tensors; NULL: not part of this run
   // where the layer reads and writes them: the target's memory.  On the CPU it is the same
   void *memory[CLI_ARRAY_COUNT];
@@ -59,9 +55,8 @@ static bool fail_team(struct member *member, const char *format, ...)
   const bool first = !team->failed;
   team->failed = true;
   if (first) memcpy(team->words, words, sizeof words);
-  pthread_cond_broadcast(&team->met);
   pthread_mutex_unlock(&team->mutex);
-  if (first) swathe_threads_abort(team->threads, member->rank, words);
+  if (first) swathe_transport_abort(member->transport, words);
   return false;
 }
 
@@ -71,20 +66,16 @@ static bool fail_library(struct member *member, enum swathe_status status, const
   return fail_team(member, "%s", cli_fail_words());
 }
 
-// Waits for all ranks; false if one failed.
-static bool meet(struct team *team)
+// Waits for all ranks, each of which gives `bytes` of its own; false if one failed.
+static bool share(struct member *member, const void *mine, size_t bytes, void *all)
 {
-  pthread_mutex_lock(&team->mutex);
-  const int64_t meeting = team->meetings;
-  if (++team->waiting == team->group->given->sharding.ranks) {
-    team->waiting = 0;
-    team->meetings++;
-    pthread_cond_broadcast(&team->met);
-  }
-  while (team->meetings == meeting && !team->failed) pthread_cond_wait(&team->met, &team->mutex);
-  const bool fine = !team->failed;
-  pthread_mutex_unlock(&team->mutex);
-  return fine;
+  const enum swathe_status status = swathe_transport_gather(member->transport, mine, bytes, all);
+  return status ? fail_library(member, status, "to meet the others") : true;
+}
+
+static bool meet(struct member *member)
+{
+  return share(member, NULL, 0, NULL);
 }
 
 // ---- A rank's tensors ---------------------------------------------------------------------------
@@ -129,6 +120,22 @@ static void move_spans(struct member *member, enum cli_array array, bool gather)
         else own[i] = cli_arrays_narrow(dtype, whole[i]);
       }
     }
+}
+
+// The rows of the member's rank.
+static bool find_spans(struct member *member)
+{
+  const struct swathe_sharding *sharding = &member->team->group->given->sharding;
+  enum swathe_status status = swathe_sharding_rows(sharding, member->rank, &member->rows);
+  if (!status)
+    status = swathe_sharding_spans(sharding, member->rank, NULL, 0, &member->span_count);
+  if (status) return fail_library(member, status, "to shard");
+  member->spans = calloc((size_t)member->span_count + 1, sizeof *member->spans);
+  if (!member->spans)
+    return fail_team(member, "rank %" PRId32 ": out of memory for its spans", member->rank);
+  status = swathe_sharding_spans(sharding, member->rank, member->spans, member->span_count,
+                                 &member->span_count);
+  return status ? fail_library(member, status, "to shard") : true;
 }
 
 static enum swathe_target target_of(const struct member *member)
@@ -209,6 +216,62 @@ static bool gather(struct member *member)
   return true;
 }
 
+// One array of another process's rank, received here, where rank 0 is.
+static bool receive(struct member *member, struct member *other, enum cli_array array)
+{
+  const struct swathe_transfer transfer = { .bytes = bytes_of(other, array), .peer = other->rank };
+  struct swathe_transfer wanted = transfer;
+
+  if (!transfer.bytes) return true;
+  other->data[array] = wanted.data = malloc(transfer.bytes);
+  if (!wanted.data)
+    return fail_team(member, "no %zu bytes for rank %" PRId32 "'s part of %s", transfer.bytes,
+                     other->rank, cli_arrays_name(array));
+  const enum swathe_status status = swathe_transport_exchange(member->transport, &wanted, 1);
+  if (status) return fail_library(member, status, "to fetch the results of the others");
+  move_spans(other, array, true);
+  free(wanted.data);
+  return true;
+}
+
+static bool receive_all(struct member *member)
+{
+  struct team *team = member->team;
+  bool fine = true;
+
+  for (int32_t r = 1; r < team->group->given->sharding.ranks && fine; r++) {
+    struct member other = { .team = team, .rank = r, .transport = member->transport };
+    fine = find_spans(&other);
+    for (int i = CLI_ARRAY_OUT; i < CLI_ARRAY_DSINK && fine; i++)
+      if (member->data[i]) fine = receive(member, &other, (enum cli_array)i);
+    free(other.spans);
+  }
+  return fine;
+}
+
+static bool send_all(struct member *member)
+{
+  for (int i = CLI_ARRAY_OUT; i < CLI_ARRAY_DSINK; i++) {
+    const struct swathe_transfer transfer = {
+      member->data[i], member->data[i] ? bytes_of(member, (enum cli_array)i) : 0, 0, true
+    };
+    if (!transfer.bytes) continue;
+    const enum swathe_status status = swathe_transport_exchange(member->transport, &transfer, 1);
+    if (status) return fail_library(member, status, "to send its results");
+  }
+  return true;
+}
+
+// Results of ranks in other processes come to the one of rank 0.
+static bool gather_processes(struct member *member)
+{
+  const struct team *team = member->team;
+  const size_t sinks = (size_t)team->group->given->problem.q_heads * sizeof(float);
+  if (!(member->rank ? send_all(member) : receive_all(member))) return false;
+  return !team->group->arrays->data[CLI_ARRAY_DSINK] ||
+         share(member, dsink_part(member), sinks, team->dsink_parts);
+}
+
 static void free_tensors(struct member *member)
 {
   struct swathe_context *context = member->team->group->given->context;
@@ -255,27 +318,19 @@ static struct swathe_tensors all_tensors(const struct member *member)
 
 static bool make_layer(struct member *member)
 {
-  struct team *team = member->team;
-  const struct cli_given *given = team->group->given;
+  const struct cli_given *given = member->team->group->given;
   enum swathe_status status =
-      swathe_layer_create(given->context, &given->problem,
-                          swathe_threads_rank(team->threads, member->rank), &member->layer);
+      swathe_layer_create(given->context, &given->problem, member->transport, &member->layer);
   if (status) return fail_library(member, status, "to make its layer");
 
   status = swathe_layer_shard(member->layer, &given->sharding);
-  if (!status) status = swathe_sharding_rows(&given->sharding, member->rank, &member->rows);
-  if (!status)
-    status = swathe_sharding_spans(&given->sharding, member->rank, NULL, 0, &member->span_count);
   if (status) return fail_library(member, status, "to shard");
   const size_t halo_bytes = swathe_layer_halo_bytes(member->layer);
-  member->spans = calloc((size_t)member->span_count + 1, sizeof *member->spans);
-  if (!member->spans)
-    return fail_team(member, "rank %" PRId32 ": out of memory for its spans", member->rank);
+  member->timings = calloc((size_t)given->sharding.ranks, sizeof *member->timings);
+  if (!member->timings)
+    return fail_team(member, "rank %" PRId32 ": out of memory for its times", member->rank);
   status = swathe_memory_allocate(given->context, given->problem.target, halo_bytes, &member->halo);
-  if (status) return fail_library(member, status, "to place its halo");
-  status = swathe_sharding_spans(&given->sharding, member->rank, member->spans, member->span_count,
-                                 &member->span_count);
-  return status ? fail_library(member, status, "to shard") : true;
+  return status ? fail_library(member, status, "to place its halo") : true;
 }
 
 static double now_us(void)
@@ -285,34 +340,32 @@ static double now_us(void)
   return 1e6 * (double)time.tv_sec + 1e-3 * (double)time.tv_nsec;
 }
 
-// All ranks begin a call together, so that none waits for another's start; the last to leave notes
-// the slowest.
+// All ranks begin a call together, so that none waits for another's start, and end it together.
 static bool run_once(struct member *member, enum swathe_direction direction, int64_t repetition)
 {
-  struct team *team = member->team;
-  struct cli_group *group = team->group;
+  struct cli_group *group = member->team->group;
   const bool backward = direction == SWATHE_BACKWARD;
   const struct swathe_tensors tensors = all_tensors(member);
-  struct swathe_timing *timing = &(backward ? group->backward : group->forward)[member->rank];
+  struct swathe_timing timing, *all = member->timings;
 
-  if (!meet(team)) return false;
+  if (!meet(member)) return false;
   const double begin_us = now_us();
   enum swathe_status status = backward ? swathe_layer_backward(member->layer, &tensors, NULL)
                                        : swathe_layer_forward(member->layer, &tensors, NULL);
   if (!status)
     status = swathe_stream_synchronize(group->given->context, target_of(member), NULL);
   if (status) return fail_library(member, status, backward ? "in backward" : "in forward");
-  swathe_layer_timing(member->layer, timing);
+  swathe_layer_timing(member->layer, &timing);
   // a call on CUDA returns when its work is queued
-  if (target_of(member) == SWATHE_CUDA) timing->total_us = now_us() - begin_us;
-  team->rank_us[member->rank] = timing->total_us;
-  team->rank_wait_us[member->rank] = timing->wait_us;
-  if (!meet(team)) return false;
+  if (target_of(member) == SWATHE_CUDA) timing.total_us = now_us() - begin_us;
+  if (!share(member, &timing, sizeof timing, all)) return false;
   if (member->rank != 0) return true;
+  memcpy(backward ? group->backward : group->forward, all,
+         (size_t)group->given->sharding.ranks * sizeof *all);
   double slowest_us = 0, longest_wait_us = 0;
   for (int32_t r = 0; r < group->given->sharding.ranks; r++) {
-    if (team->rank_us[r] > slowest_us) slowest_us = team->rank_us[r];
-    if (team->rank_wait_us[r] > longest_wait_us) longest_wait_us = team->rank_wait_us[r];
+    if (all[r].total_us > slowest_us) slowest_us = all[r].total_us;
+    if (all[r].wait_us > longest_wait_us) longest_wait_us = all[r].wait_us;
   }
   (backward ? group->backward_us : group->forward_us)[repetition] = slowest_us;
   (backward ? group->backward_wait_us : group->forward_wait_us)[repetition] = longest_wait_us;
@@ -324,17 +377,19 @@ static void *run_rank(void *arg)
   struct member *member = arg;
   struct cli_group *group = member->team->group;
   const bool backward = group->arrays->backward;
-  bool fine = make_layer(member) && scatter(member);
+  bool fine = make_layer(member) && find_spans(member) && scatter(member);
 
   for (int64_t i = 0; fine && i < group->repeat; i++)
     fine = run_once(member, SWATHE_FORWARD, i) &&
            (!backward || run_once(member, SWATHE_BACKWARD, i));
   fine = fine && gather(member);
+  if (fine && group->ranks.transport) fine = gather_processes(member);
   if (fine && member->rank == 0)
     swathe_layer_explain(member->layer, group->explain, sizeof group->explain);
-  meet(member->team);  // nobody destroys a layer that another still talks to
+  (void)meet(member);  // nobody destroys a layer that another still talks to
   swathe_layer_destroy(member->layer);
   free_tensors(member);
+  free(member->timings);
   free(member->spans);
   return NULL;
 }
@@ -352,12 +407,10 @@ static bool allocate(struct cli_group *group, struct team *team)
   group->forward = calloc(ranks, sizeof *group->forward);
   group->backward = calloc(ranks, sizeof *group->backward);
   group->traffic = calloc(ranks, sizeof *group->traffic);
-  team->rank_us = calloc(ranks, sizeof(double));
-  team->rank_wait_us = calloc(ranks, sizeof(double));
   team->dsink_parts = calloc(ranks * (size_t)group->given->problem.q_heads, sizeof(float));
   return group->forward_us && group->backward_us && group->forward_wait_us &&
          group->backward_wait_us && group->forward && group->backward && group->traffic &&
-         team->rank_us && team->rank_wait_us && team->dsink_parts;
+         team->dsink_parts;
 }
 
 void cli_group_free(struct cli_group *group)
@@ -369,6 +422,7 @@ void cli_group_free(struct cli_group *group)
   free(group->forward);
   free(group->backward);
   free(group->traffic);
+  cli_ranks_close(&group->ranks);
   *group = (struct cli_group){ 0 };
 }
 
@@ -388,21 +442,24 @@ static void add_dsink(const struct team *team)
 
 static enum cli_exit run_threads(struct team *team)
 {
-  const int32_t ranks = team->group->given->sharding.ranks;
-  struct member *members = calloc((size_t)ranks, sizeof *members);
+  const struct cli_ranks *ranks = &team->group->ranks;
+  struct member *members = calloc((size_t)ranks->count, sizeof *members);
   int32_t started = 0;
 
-  if (!members) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks);
-  for (int32_t r = 0; r < ranks; r++) {
-    members[r] = (struct member){ .team = team, .rank = r };
-    const int error = pthread_create(&members[r].thread, NULL, run_rank, &members[r]);
+  if (!members) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks->count);
+  for (int32_t i = 0; i < ranks->count; i++) {
+    const int32_t rank = ranks->first + i;
+    members[i] = (struct member){
+      .team = team, .rank = rank, .transport = cli_ranks_transport(ranks, rank)
+    };
+    const int error = pthread_create(&members[i].thread, NULL, run_rank, &members[i]);
     if (error) {
-      fail_team(&members[r], "rank %" PRId32 " gets no thread: %s", r, strerror(error));
+      fail_team(&members[i], "rank %" PRId32 " gets no thread: %s", rank, strerror(error));
       break;
     }
     started++;
   }
-  for (int32_t r = 0; r < started; r++) pthread_join(members[r].thread, NULL);
+  for (int32_t i = 0; i < started; i++) pthread_join(members[i].thread, NULL);
   free(members);
   return team->failed ? cli_fail(CLI_FAILED, "%s", team->words) : CLI_OK;
 }
@@ -415,27 +472,19 @@ enum cli_exit cli_group_run(struct cli_group *group)
   enum swathe_status status;
 
   pthread_mutex_init(&team.mutex, NULL);
-  pthread_cond_init(&team.met, NULL);
   if (!allocate(group, &team))
     code = cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", given->sharding.ranks);
   if (!code) {
     status = swathe_plan(&given->problem, &given->sharding, NULL, NULL, group->traffic);
     if (status) code = cli_fail_library(status, "this sequence cannot be planned");
   }
-  if (!code) {
-    status = swathe_threads_create(given->sharding.ranks, deadline_s, &team.threads);
-    if (status) code = cli_fail_library(status, "the ranks cannot be connected");
-  }
+  if (!code) code = cli_ranks_open(group->args, given->sharding.ranks, &group->ranks);
   if (!code) code = run_threads(&team);
   if (!code) {
     add_dsink(&team);
     swathe_kernel_counts(given->context, &group->compiled, &group->loaded);
   }
-  if (team.threads) swathe_threads_destroy(team.threads);
-  free(team.rank_us);
-  free(team.rank_wait_us);
   free(team.dsink_parts);
-  pthread_cond_destroy(&team.met);
   pthread_mutex_destroy(&team.mutex);
   return code;
 }

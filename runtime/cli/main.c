@@ -1,6 +1,7 @@
 // main.c: the `swathe` binary: finds the verb, reads its options, prints what failed.  Each verb is
 // a file of its own here and sees the library through swathe.h only.
 #include "args.h"
+#include "ranks.h"
 #include "report.h"
 
 #include <string.h>
@@ -120,6 +121,7 @@ static enum cli_exit run_verb(const struct cli_verb *verb, int count, char *cons
   if (!code) code = verb->run(&args);
   if (!code) return code;
   fflush(stdout);
+  if (!cli_ranks_speak(&args, code)) return code;
   fprintf(stderr, "swathe %s: %s\n", verb->name, cli_fail_words());
   if (code == CLI_BAD_USE) fprintf(stderr, "see swathe %s --help\n", verb->name);
   if (wants_json(count, words)) cli_report_json_failure(verb->name, code, cli_fail_words());

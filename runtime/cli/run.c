@@ -264,7 +264,6 @@ static void print_text(const struct cli_args *args, const struct cli_group *grou
 static enum cli_exit check_options(const struct cli_args *args)
 {
   static const enum cli_option with_q[] = { CLI_K, CLI_V, CLI_SINK, CLI_DOUT };
-  const char *transport = args->value[CLI_TRANSPORT];
   enum cli_exit code = cli_args_exclude(args, CLI_FORWARD, CLI_DOUT, "only backward reads dout");
 
   for (int i = 0; i < 4 && !code; i++)
@@ -273,11 +272,7 @@ static enum cli_exit check_options(const struct cli_args *args)
   for (int i = 0; i < 2 && !code; i++)
     if (args->value[CLI_Q] && !args->value[with_q[i]])
       code = cli_fail(CLI_BAD_USE, "--q needs %s too", cli_args_name(with_q[i]));
-  if (!code && transport && strcmp(transport, "threads"))
-    code = cli_fail(CLI_FAILED,
-                    "--transport %s is not supported; there is 'threads', ranks that are "
-                    "threads of one process",
-                    transport);
+  if (!code) code = cli_ranks_check(args);
   return code;
 }
 
@@ -303,8 +298,9 @@ static enum cli_exit run_and_check(const struct cli_args *args, struct cli_group
   struct cli_check check = { .given = group->given, .arrays = group->arrays, .seed = seed };
   const bool wanted = args->value[CLI_CHECK];
   enum cli_exit code = cli_group_run(group);
+  if (code || group->ranks.first > 0) return code;  // the rest is rank 0's
 
-  if (!code && args->value[CLI_OUT]) code = cli_arrays_write(group->arrays, args->value[CLI_OUT]);
+  if (args->value[CLI_OUT]) code = cli_arrays_write(group->arrays, args->value[CLI_OUT]);
   if (!code && wanted) code = cli_check_run(&check);
   if (code) return code;
   const struct moved moved = moved_bytes(group);
@@ -321,7 +317,7 @@ static enum cli_exit run(const struct cli_args *args)
 {
   struct cli_given given = { 0 };
   struct cli_arrays arrays = { 0 };
-  struct cli_group group = { .given = &given, .arrays = &arrays, .repeat = 1 };
+  struct cli_group group = { .args = args, .given = &given, .arrays = &arrays, .repeat = 1 };
   int64_t seed = 1;
   enum cli_exit code = check_options(args);
 
@@ -345,9 +341,12 @@ const struct cli_verb cli_verb_run = {
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(Q) |
              CLI_BIT(K) | CLI_BIT(V) | CLI_BIT(SINK) | CLI_BIT(DOUT) | CLI_BIT(OUT) |
              CLI_BIT(CHECK) | CLI_BIT(SEED) | CLI_BIT(REPEAT) | CLI_BIT(TRANSPORT) |
-             CLI_BIT(FORWARD),
+             CLI_BIT(DEADLINE) | CLI_BIT(FORWARD),
   .examples = { "a preset over 4 ranks, compared with the reference",
                 "swathe run --model gpt-oss-20b --tokens 4096 --ranks 4 --check",
+                "the same with a process per rank",
+                "mpirun -n 4 swathe run --model gpt-oss-20b --tokens 4096 --ranks 4 --check "
+                "--transport mpi",
                 "tensors dumped from training, forward and backward, results in ./results",
                 "swathe run --q q.npy --k k.npy --v v.npy --dout do.npy --window 128 --ranks 2 "
                 "--out results",

@@ -1,0 +1,106 @@
+// ranks.c: threads, or processes of MPI.  See ranks.h.
+#include "ranks.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+// Long enough for a rank whose share takes minutes while the others wait.
+static const double default_deadline_s = 600;
+
+static bool connected;  // this process is one of many
+
+static bool by_mpi(const struct cli_args *args)
+{
+  const char *transport = args->value[CLI_TRANSPORT];
+  return transport && !strcmp(transport, "mpi");
+}
+
+static enum cli_exit read_deadline(const struct cli_args *args, double *deadline_s)
+{
+  *deadline_s = default_deadline_s;
+  const enum cli_exit code = cli_args_real(args, CLI_DEADLINE, deadline_s);
+  if (!code && !(*deadline_s > 0))
+    return cli_fail(CLI_BAD_USE, "--deadline %s: more than 0 seconds", args->value[CLI_DEADLINE]);
+  return code;
+}
+
+enum cli_exit cli_ranks_check(const struct cli_args *args)
+{
+  const char *transport = args->value[CLI_TRANSPORT];
+  double deadline_s;
+  if (transport && strcmp(transport, "threads") && strcmp(transport, "mpi"))
+    return cli_fail(CLI_BAD_USE,
+                    "--transport %s: there is 'threads', ranks that are threads of one process, "
+                    "and 'mpi', one process per rank",
+                    transport);
+  return read_deadline(args, &deadline_s);
+}
+
+enum cli_exit cli_ranks_open(const struct cli_args *args, int32_t ranks, struct cli_ranks *opened)
+{
+  double deadline_s;
+  struct cli_ranks made = { .ranks = ranks, .count = ranks };
+  enum swathe_status status;
+  const enum cli_exit code = read_deadline(args, &deadline_s);
+  if (code) return code;
+
+  if (by_mpi(args)) status = swathe_mpi_create(NULL, NULL, ranks, deadline_s, &made.transport);
+  else status = swathe_threads_create(ranks, deadline_s, &made.threads);
+  if (status) {
+    (void)cli_fail_library(status, "the ranks cannot be connected");
+    return CLI_FAILED;
+  }
+  if (made.transport) {
+    made.first = swathe_transport_rank(made.transport);
+    made.count = 1;
+    connected = made.first != 0;
+  }
+  *opened = made;
+  return CLI_OK;
+}
+
+struct swathe_transport *cli_ranks_transport(const struct cli_ranks *ranks, int32_t rank)
+{
+  return ranks->transport ? ranks->transport : swathe_threads_rank(ranks->threads, rank);
+}
+
+void cli_ranks_close(struct cli_ranks *ranks)
+{
+  if (ranks->transport) {
+    (void)swathe_transport_gather(ranks->transport, NULL, 0, NULL);
+    swathe_transport_destroy(ranks->transport);
+  }
+  swathe_threads_destroy(ranks->threads);
+  *ranks = (struct cli_ranks){ 0 };
+}
+
+// The first of these variables that a launcher has set; -1: none.
+static int32_t from_launcher(const char *const *names)
+{
+  for (; *names; names++) {
+    const char *value = getenv(*names);
+    if (value && *value) return (int32_t)strtol(value, NULL, 10);
+  }
+  return -1;
+}
+
+// A launcher that binds processes to processors has shared them out already.
+int32_t cli_ranks_sharing(const struct cli_args *args, int32_t ranks, int32_t processors)
+{
+  static const char *const names[] = { "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS",
+                                       "SLURM_NTASKS_PER_NODE", NULL };
+  if (!by_mpi(args)) return ranks;
+  const int32_t here = processors < sysconf(_SC_NPROCESSORS_ONLN) ? 1 : from_launcher(names);
+  return here > 1 ? here : 1;
+}
+
+// Before the ranks are connected only the launcher knows which this is; what makes no sense makes
+// none for every rank, but a failure may be of one machine alone.
+bool cli_ranks_speak(const struct cli_args *args, enum cli_exit code)
+{
+  static const char *const names[] = { "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", NULL };
+  if (!by_mpi(args)) return true;
+  if (connected) return false;
+  return code != CLI_BAD_USE || from_launcher(names) <= 0;
+}

@@ -1,0 +1,32 @@
+// ranks.h: where the ranks of a verb are: threads of this process, or, with --transport mpi, one
+// process each.  A verb runs a thread per rank that is here, and prints where rank 0 is.
+#ifndef CLI_RANKS_H
+#define CLI_RANKS_H
+
+#include "args.h"
+
+struct cli_ranks {
+  int32_t ranks, first, count;         // [first, first + count) are here
+  struct swathe_threads *threads;
+  struct swathe_transport *transport;  // of the one rank that is here; NULL: threads
+};
+
+// CLI_BAD_USE for a --transport that there is not, or a --deadline that makes no sense.
+enum cli_exit cli_ranks_check(const struct cli_args *args);
+
+// Connects them.  From here on only the process of rank 0 prints failures.
+enum cli_exit cli_ranks_open(const struct cli_args *args, int32_t ranks, struct cli_ranks *opened);
+
+// Borrowed; of a rank that is here.
+struct swathe_transport *cli_ranks_transport(const struct cli_ranks *ranks, int32_t rank);
+
+// Waits for the other processes, whose rank 0 may still be busy; a zeroed struct is fine.
+void cli_ranks_close(struct cli_ranks *ranks);
+
+// How many ranks share the `processors` that this process may use.
+int32_t cli_ranks_sharing(const struct cli_args *args, int32_t ranks, int32_t processors);
+
+// False in a process whose words would only repeat those of rank 0.
+bool cli_ranks_speak(const struct cli_args *args, enum cli_exit code);
+
+#endif
