@@ -325,6 +325,7 @@ void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *t
 {
   layer->transport = transport;
   layer->plan = NULL;
+  layer->digest_agreed = false;
   if (transport == layer->agreed) layer->knobs = layer->agreed_knobs;
   else sw_exchange_read_knobs("", &layer->knobs);
 }
@@ -348,6 +349,7 @@ enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
 
   layer->batch = sharding->batch;
   layer->plan = plan;
+  sw_agree_on(layer, sharding);
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
   if (layer->cuda) status = sw_pass_cuda_shard(layer);
   else status = sw_layer_reserve(layer, &layer->send, plan->send_tokens, elem);

@@ -274,6 +274,11 @@ struct sw_arrival {
 struct sw_baseline;
 struct sw_baseline_heads;
 
+// Of what all ranks must hold alike.
+struct sw_digest {
+  uint64_t words[2];
+};
+
 struct swathe_layer {
   struct swathe_context *context;
   enum swathe_strategy strategy;
@@ -293,6 +298,8 @@ struct swathe_layer {
   struct sw_work work[2];
   const struct swathe_transport *agreed;  // the group whose ranks agreed on the exchange
   struct sw_exchange_knobs agreed_knobs, knobs;
+  struct sw_digest digest, agreed_digest;  // of the sharding; what the ranks last agreed on
+  bool digest_agreed;                  // in this group
   struct sw_list messages;             // of struct sw_transport_message
   struct sw_list arrivals;             // of struct sw_arrival, ascending; of the keys last posted
   struct sw_list waiting;              // of int64_t: edge units whose keys are on their way
@@ -308,6 +315,16 @@ struct swathe_layer {
   };
   struct swathe_timing timing;
 };
+
+// ---- agree.c -----------------------------------------------------------------------------------
+
+// Notes what the ranks have to agree on.
+void sw_agree_on(struct swathe_layer *layer, const struct swathe_sharding *sharding);
+
+// Before a call's first message; a gather of 16 bytes, unless the ranks agreed on the same before.
+enum swathe_status sw_agree(struct swathe_layer *layer);
+
+// ------------------------------------------------------------------------------------------------
 
 int32_t sw_layer_rank(const struct swathe_layer *layer);
 int32_t sw_layer_ranks(const struct swathe_layer *layer);

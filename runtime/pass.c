@@ -290,6 +290,7 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   struct sw_exchange exchange;
   enum swathe_status status = check_call(layer, SWATHE_FORWARD, tensors, stream);
 
+  if (!status) status = sw_agree(layer);
   if (!status && layer->cuda) return sw_pass_cuda_run(layer, SWATHE_FORWARD, tensors, stream);
   if (!status && tensors->max_logits) status = sw_layer_reserve_heads(layer, work->unit_count);
   if (status) return status;
@@ -459,6 +460,7 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
   enum swathe_status status = check_call(layer, SWATHE_BACKWARD, tensors, stream);
 
+  if (!status) status = sw_agree(layer);
   if (!status && layer->cuda) return sw_pass_cuda_run(layer, SWATHE_BACKWARD, tensors, stream);
   if (!status && layer->strategy == SWATHE_A2A)
     return sw_baseline_heads_pass(layer, SWATHE_BACKWARD, tensors);

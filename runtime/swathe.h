@@ -427,8 +427,9 @@ SWATHE_API void swathe_layer_mute(struct swathe_layer *layer, bool muted);
 // with the same database.  The layer has no sharding until the next swathe_layer_shard.
 SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer,
                                      struct swathe_transport *transport);
-// This micro-batch's documents and spans.  No communication; nothing is allocated once it has seen
-// the largest.  `sharding` is not kept.
+// This micro-batch's documents and spans.  No communication here: the ranks compare digests of it
+// before the next call's first message, unless it is the same as before (SWATHE_DISAGREE then).
+// Nothing is allocated once it has seen the largest.  `sharding` is not kept.
 SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
                                                  const struct swathe_sharding *sharding);
 // Another exchange than the one chosen, for who wants to compare: a config as swathe_tune_exchange

@@ -8,7 +8,20 @@
 // Long enough for a rank whose share takes minutes while the others wait.
 static const double default_deadline_s = 600;
 
-static bool connected;  // this process is one of many
+// The launcher's number of this process.
+static const char *const rank_names[] = { "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", NULL };
+
+static bool quiet;  // this process is one of many, and rank 0 says it all
+
+// The first of these variables that a launcher has set; -1: none.
+static int32_t from_launcher(const char *const *names)
+{
+  for (; *names; names++) {
+    const char *value = getenv(*names);
+    if (value && *value) return (int32_t)strtol(value, NULL, 10);
+  }
+  return -1;
+}
 
 static bool by_mpi(const struct cli_args *args)
 {
@@ -49,12 +62,13 @@ enum cli_exit cli_ranks_open(const struct cli_args *args, int32_t ranks, struct 
   else status = swathe_threads_create(ranks, deadline_s, &made.threads);
   if (status) {
     (void)cli_fail_library(status, "the ranks cannot be connected");
+    quiet = status == SWATHE_DISAGREE && from_launcher(rank_names) > 0;
     return CLI_FAILED;
   }
   if (made.transport) {
     made.first = swathe_transport_rank(made.transport);
     made.count = 1;
-    connected = made.first != 0;
+    quiet = made.first != 0;
   }
   *opened = made;
   return CLI_OK;
@@ -75,16 +89,6 @@ void cli_ranks_close(struct cli_ranks *ranks)
   *ranks = (struct cli_ranks){ 0 };
 }
 
-// The first of these variables that a launcher has set; -1: none.
-static int32_t from_launcher(const char *const *names)
-{
-  for (; *names; names++) {
-    const char *value = getenv(*names);
-    if (value && *value) return (int32_t)strtol(value, NULL, 10);
-  }
-  return -1;
-}
-
 // A launcher that binds processes to processors has shared them out already.
 int32_t cli_ranks_sharing(const struct cli_args *args, int32_t ranks, int32_t processors)
 {
@@ -95,12 +99,10 @@ int32_t cli_ranks_sharing(const struct cli_args *args, int32_t ranks, int32_t pr
   return here > 1 ? here : 1;
 }
 
-// Before the ranks are connected only the launcher knows which this is; what makes no sense makes
-// none for every rank, but a failure may be of one machine alone.
+// What makes no sense, or is connected wrongly, is so for every rank; other failures may be of one
+// machine alone.
 bool cli_ranks_speak(const struct cli_args *args, enum cli_exit code)
 {
-  static const char *const names[] = { "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", NULL };
   if (!by_mpi(args)) return true;
-  if (connected) return false;
-  return code != CLI_BAD_USE || from_launcher(names) <= 0;
+  return !quiet && (code != CLI_BAD_USE || from_launcher(rank_names) <= 0);
 }
