@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "layer.h"
+#include "wires.h"
 
 struct member {
   const struct group_case *group;
@@ -188,6 +189,8 @@ static void *be_rank(void *arg)
   struct swathe_layer *layer = NULL;
   struct swathe_transport *transport =
       member->threads ? swathe_threads_rank(member->threads, member->rank) : NULL;
+  if (transport && group->wires)
+    transport = wires_rank(group->wires, member->rank, transport);
 
   const char *const configs[SW_CONFIGS] = { group->configs ? group->configs[0] : NULL,
                                             group->configs ? group->configs[1] : NULL,

@@ -22,6 +22,7 @@ struct group_case {
   bool keep_halo;     // pass a halo buffer from forward to backward
   int64_t *memory_bytes;  // [ranks] of the layers at the end, or NULL
   double deadline_s;  // 0: 20 s
+  struct wires *wires;  // or NULL: messages are device memory and move by these
 };
 
 // Runs the script on all ranks and gathers the results into the sequence.  Not OK: `words` has the

@@ -14,6 +14,8 @@
 
 #include "group.h"
 #include "scratch.h"
+#include "transport.h"
+#include "wires.h"
 
 static struct swathe_context *context;
 static const char *scratch;
@@ -256,6 +258,44 @@ static void results_are_bit_equal(void **state)
   }
   for (int a = 0; a < SEQUENCE_ARRAYS; a++) free(first[a]);
   sequence_free(sequence);
+}
+
+// ---- Device memory on the wire ------------------------------------------------------------------
+
+// A transport that queues device memory: the host waits for nothing, and everything overlaps.
+static void messages_of_device_memory(void **state)
+{
+  static const char *const problems[] = {
+    "q_heads=4,kv_heads=2,head_dim_qk=32,head_dim_v=48,window_left=60,window_right=20,sinks=1",
+    "q_heads=4,kv_heads=2,head_dim_qk=32,head_dim_v=48,window_left=60,halo_gradient=bf16",
+  };
+  char words[1024] = "";
+  (void)state;
+
+  need_cuda();
+  for (int i = 0; i < 2; i++)
+    for (int32_t ranks = 2; ranks <= 4; ranks++) {
+      struct swathe_problem problem = problem_of(problems[i]);
+      const struct swathe_sharding sharding = {
+        .layout = SWATHE_ZIGZAG, .ranks = ranks, .batch = 2, .tokens = 333
+      };
+      problem.layout = sharding.layout;
+      problem.ranks = ranks;
+      struct sequence *sequence = sequence_make(&problem, &sharding, 5, 1);
+      const struct group_case group = { .context = context,
+                                        .problem = &problem,
+                                        .sharding = &sharding,
+                                        .script = "fbpfb",
+                                        .keep_halo = ranks % 2,
+                                        .wires = wires_make(ranks) };
+      sequence_solve_rounded(sequence);
+      if (group_run(&group, sequence, NULL, words, sizeof words) ||
+          !sequence_compare(sequence, true, tolerance, words, sizeof words))
+        fail_msg("%s\n  %d ranks, %s", words, ranks, problems[i]);
+      assert_true(wires_count(group.wires) >= 4 * ranks);
+      wires_free(group.wires);
+      sequence_free(sequence);
+    }
 }
 
 // ---- Streams and graphs -------------------------------------------------------------------------
@@ -533,6 +573,47 @@ static void a_captured_graph_replays(void **state)
   expect_success(driver.context_pop(&popped), "pop");
 }
 
+static enum swathe_status repeat_mine(struct swathe_transport *transport, const void *mine,
+                                      size_t bytes, void *all)
+{
+  for (int32_t r = 0; r < transport->ranks; r++)
+    memcpy((char *)all + (size_t)r * bytes, mine, bytes);
+  return SWATHE_OK;
+}
+
+// Messages of host memory cannot be part of a graph.
+static void host_memory_is_not_captured(void **state)
+{
+  static const struct sw_transport_operations operations = { .gather = repeat_mine };
+  struct swathe_transport transport = {
+    .operations = &operations, .name = "postal", .rank = 0, .ranks = 2
+  };
+  struct alone alone;
+  void *stream, *device, *graph = NULL, *popped;
+  (void)state;
+
+  need_cuda();
+  open_driver();
+  open_alone(&alone);
+  expect_success(driver.primary(&device, 0), "the primary context");
+  expect_success(driver.context_push(device), "push");
+  expect_success(driver.stream_create(&stream, 1, 0), "a stream");
+  struct swathe_layer *layer = NULL;
+  const struct swathe_sharding halves = { .ranks = 2, .batch = 1, .tokens = 1200 };
+  expect_ok(swathe_layer_create(context, &alone.problem, &transport, &layer));
+  expect_ok(swathe_layer_shard(layer, &halves));
+  expect_success(driver.begin_capture(stream, 0), "begin");
+  assert_int_equal(swathe_layer_forward(layer, &alone.tensors, stream), SWATHE_UNSUPPORTED);
+  if (!strstr(swathe_error(), "the postal transport moves host memory"))
+    fail_msg("%s", swathe_error());
+  expect_success(driver.end_capture(stream, &graph), "end");
+  expect_success(driver.graph_destroy(graph), "destroy");
+  swathe_layer_destroy(layer);
+  close_alone(&alone);
+  expect_success(driver.stream_destroy(stream), "the end of it");
+  expect_success(driver.context_pop(&popped), "pop");
+}
+
 // ---- Refusals -----------------------------------------------------------------------------------
 
 static void what_cuda_cannot_do_is_said(void **state)
@@ -556,9 +637,11 @@ int main(void)
     cmocka_unit_test(shapes_of_real_models),
     cmocka_unit_test(documents_and_spans),
     cmocka_unit_test(results_are_bit_equal),
+    cmocka_unit_test(messages_of_device_memory),
     cmocka_unit_test(the_callers_stream_is_used),
     cmocka_unit_test(queued_work_keeps_its_sharding),
     cmocka_unit_test(a_captured_graph_replays),
+    cmocka_unit_test(host_memory_is_not_captured),
     cmocka_unit_test(what_cuda_cannot_do_is_said),
   };
   return cmocka_run_group_tests(tests, set_up, tear_down);
