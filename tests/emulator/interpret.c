@@ -360,12 +360,56 @@ static uint64_t widen(const unsigned char *at, const struct code_access *access)
   return (uint64_t)((int64_t)(value << shift) >> shift);
 }
 
+// Whether the lanes of m all have one address.
+static bool is_uniform(const struct machine_warp *warp, const uint32_t *o, bool wide, uint32_t m)
+{
+  const void *row = machine_row(warp, o[0]);
+  if (o[0] >> 31) return true;
+  uint64_t differ = 0;
+  int first = __builtin_ctz(m);
+  if (wide) {
+    const uint64_t *at = row;
+    EACH_LANE differ |= m >> l & 1 ? at[l] ^ at[first] : 0;
+  } else {
+    const uint32_t *at = row;
+    EACH_LANE differ |= m >> l & 1 ? at[l] ^ at[first] : 0;
+  }
+  return !differ;
+}
+
+// One load for all.
+static void load_uniform(struct machine_block *block, struct machine_warp *warp,
+                         const struct code_op *op, const uint32_t *o, uint32_t m)
+{
+  const struct code_access *access = &op->access;
+  uint32_t bytes = (uint32_t)access->element_bytes * access->count;
+  int64_t shared;
+  int first = __builtin_ctz(m), lane = m & (m - 1) ? MACHINE_WHOLE_WARP : first;
+  uint64_t address = machine_address(warp, o, access->wide_address, first);
+  const unsigned char *at = locate(block, warp, op, lane, address, bytes, false, &shared);
+  for (int i = 0; i < access->count; i++) {
+    uint64_t value = widen(at + i * access->element_bytes, access);
+    if (access->wide_cell) {
+      uint64_t *into = machine_row(warp, o[2 + i]);
+      EACH_LANE into[l] = m >> l & 1 ? value : into[l];
+    } else {
+      uint32_t *into = machine_row(warp, o[2 + i]), narrow = (uint32_t)value;
+      EACH_LANE into[l] = m >> l & 1 ? narrow : into[l];
+    }
+  }
+}
+
 static void load(struct machine_block *block, struct machine_warp *warp, const struct code_op *op,
                  const uint32_t *o, uint32_t m)
 {
   const struct code_access *access = &op->access;
   uint32_t bytes = (uint32_t)access->element_bytes * access->count;
   int64_t shared;
+  if (access->space != PTX_LOCAL && access->space != PTX_GENERIC &&
+      is_uniform(warp, o, access->wide_address, m)) {
+    load_uniform(block, warp, op, o, m);
+    return;
+  }
   bool plain = access->element_bytes == 4 && !access->wide_cell;
   LANES_OF(m) {
     int l = LANE;

@@ -28,6 +28,8 @@ struct stream {
   bool blocking, destroyed;
   uint64_t added, done, hurry; // tasks; `hurry`: up to which somebody waits
   struct queued *first, *last;
+  pthread_cond_t wake;         // its worker: there is something to do, or no more time to do it
+  pthread_cond_t progress;     // whoever waits for it: `done` has grown
   struct capture *capture;
   int *ends, end_count;        // the nodes that the next one of a capture comes after
   struct stream *all;          // of the process
@@ -43,8 +45,8 @@ struct event {
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t change = PTHREAD_COND_INITIALIZER;
 static struct stream *all_streams;
+static int recordings;
 static uint64_t chance;
 static atomic_uint_fast64_t launch_count;
 
@@ -77,10 +79,10 @@ static uint64_t delay_ns(void)
   return most_us && draw() % 2 ? draw() % (1000 * most_us) : 0;
 }
 
-static void wait_until(uint64_t due_ns)
+static void wait_until(struct stream *stream, uint64_t due_ns)
 {
   struct timespec time = { (time_t)(due_ns / 1000000000), (long)(due_ns % 1000000000) };
-  pthread_cond_timedwait(&change, &lock, &time);
+  pthread_cond_timedwait(&stream->wake, &lock, &time);
 }
 
 // ---- running
@@ -153,6 +155,7 @@ static void hasten(struct stream *stream, uint64_t until)
 {
   if (stream->hurry >= until) return;
   stream->hurry = until;
+  pthread_cond_signal(&stream->wake);
   for (struct queued *at = stream->first; at; at = at->next)
     if (at->task.kind == STREAM_WAIT) hasten(at->task.other, at->task.until);
 }
@@ -172,18 +175,17 @@ static void *serve(void *argument)
     struct queued *at = stream->first;
     if (!at) {
       if (stream->destroyed) break;
-      pthread_cond_wait(&change, &lock);
+      pthread_cond_wait(&stream->wake, &lock);
       continue;
     }
     uint64_t number = stream->done + 1;
     if (stream->hurry < number && now_ns() < at->due_ns) {
-      wait_until(at->due_ns);
+      wait_until(stream, at->due_ns);
       continue;
     }
     if (at->task.kind == STREAM_WAIT && at->task.other->done < at->task.until) {
       if (stream->hurry >= number) hasten(at->task.other, at->task.until);
-      pthread_cond_broadcast(&change);
-      if (at->task.other->done < at->task.until) pthread_cond_wait(&change, &lock);
+      pthread_cond_wait(&at->task.other->progress, &lock);
       continue;
     }
     int status = stream->context->fault;
@@ -198,7 +200,7 @@ static void *serve(void *argument)
     stream->first = at->next;
     if (!stream->first) stream->last = NULL;
     stream->done++;
-    pthread_cond_broadcast(&change);
+    pthread_cond_broadcast(&stream->progress);
     pthread_mutex_unlock(&lock);
     free_task(&at->task);
     free(at);
@@ -217,6 +219,8 @@ struct stream *stream_create(struct context *context, bool blocking)
   if (!stream) return NULL;
   stream->context = context;
   stream->blocking = blocking;
+  pthread_cond_init(&stream->wake, NULL);
+  pthread_cond_init(&stream->progress, NULL);
   pthread_mutex_lock(&lock);
   stream->next = context->streams;
   context->streams = stream;
@@ -236,7 +240,7 @@ void stream_destroy(struct stream *stream)
   struct stream **at = &stream->context->streams;
   while (*at && *at != stream) at = &(*at)->next;
   if (*at) *at = stream->next;
-  pthread_cond_broadcast(&change);
+  pthread_cond_signal(&stream->wake);
   pthread_mutex_unlock(&lock);
 }
 
@@ -262,6 +266,7 @@ static void put(struct stream *stream, const struct stream_task *task)
   else stream->first = queued;
   stream->last = queued;
   stream->added++;
+  pthread_cond_signal(&stream->wake);
 }
 
 static void put_wait(struct stream *stream, struct stream *other)
@@ -312,7 +317,6 @@ int stream_add(struct stream *stream, struct stream_task task)
   } else {
     order_with_null(stream);
     put(stream, &task);
-    pthread_cond_broadcast(&change);
   }
   pthread_mutex_unlock(&lock);
   return status;
@@ -323,8 +327,7 @@ static int finish(struct stream *stream)
   uint64_t until = stream->added;
   while (stream->done < until) {
     hasten(stream, until);
-    pthread_cond_broadcast(&change);
-    pthread_cond_wait(&change, &lock);
+    pthread_cond_wait(&stream->progress, &lock);
   }
   return stream->context->fault;
 }
@@ -357,10 +360,7 @@ int stream_query(struct stream *stream)
   int status = refuse_captured(stream);
   if (!status) status = stream->context->fault;
   if (!status && stream->done < stream->added) {
-    if (draw() % 8 == 0) {  // whoever only asks must get there too
-      hasten(stream, stream->added);
-      pthread_cond_broadcast(&change);
-    }
+    if (draw() % 8 == 0) hasten(stream, stream->added);  // who only asks must get there too
     status = STREAM_NOT_READY;
   }
   pthread_mutex_unlock(&lock);
@@ -411,7 +411,6 @@ int event_record(struct event *event, struct stream *stream)
     event->holders++;
     put(stream, &(struct stream_task){ .kind = STREAM_RECORD, .event = event });
     event->until = stream->added;
-    pthread_cond_broadcast(&change);
   }
   pthread_mutex_unlock(&lock);
   return status;
@@ -440,7 +439,6 @@ int event_wait(struct event *event, struct stream *stream)
   } else if (event->stream) {
     put(stream, &(struct stream_task){ .kind = STREAM_WAIT, .other = event->stream,
                                        .until = event->until });
-    pthread_cond_broadcast(&change);
   }
   pthread_mutex_unlock(&lock);
   return status;
@@ -452,8 +450,7 @@ int event_finish(struct event *event)
   int status = event->capture ? 907 : 0;
   while (!status && event->stream && event->stream->done < event->until) {
     hasten(event->stream, event->until);
-    pthread_cond_broadcast(&change);
-    pthread_cond_wait(&change, &lock);
+    pthread_cond_wait(&event->stream->progress, &lock);
   }
   if (!status) status = event->context->fault;
   pthread_mutex_unlock(&lock);
@@ -465,10 +462,7 @@ int event_query(struct event *event)
   pthread_mutex_lock(&lock);
   int status = event->capture ? 907 : event->context->fault;
   if (!status && event->stream && event->stream->done < event->until) {
-    if (draw() % 8 == 0) {
-      hasten(event->stream, event->until);
-      pthread_cond_broadcast(&change);
-    }
+    if (draw() % 8 == 0) hasten(event->stream, event->until);
     status = STREAM_NOT_READY;
   }
   pthread_mutex_unlock(&lock);
@@ -501,6 +495,7 @@ int stream_begin_capture(struct stream *stream, int mode)
     capture->origin = stream;
     capture->mode = mode;
     capture->thread = pthread_self();
+    recordings++;
     stream->capture = capture;
     set_ends(&stream->ends, &stream->end_count, NULL, 0);
   }
@@ -537,6 +532,7 @@ int stream_end_capture(struct stream *stream, struct graph **graph)
         other->capture = NULL;
         other->end_count = 0;
       }
+    recordings--;
     if (status) graph_free(capture->graph);
     else *graph = capture->graph;
     // the recording itself stays: events of it may still be asked about
@@ -567,7 +563,7 @@ bool stream_forbids(void)
   bool forbids = false;
   if (thread_mode == 2) return false;
   pthread_mutex_lock(&lock);
-  for (struct stream *stream = all_streams; stream; stream = stream->all) {
+  for (struct stream *stream = recordings ? all_streams : NULL; stream; stream = stream->all) {
     struct capture *capture = stream->capture;
     if (!capture || capture->mode == 2) continue;
     if (capture->mode == 1 && !pthread_equal(capture->thread, pthread_self())) continue;
