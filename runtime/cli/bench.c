@@ -84,6 +84,9 @@ static void make_row(const struct cli_contest *contest, const struct cli_contest
   for (int64_t i = 0; i < rounds; i++) values[i] = without[0][i] + without[1][i];
   row->compute_us = median(values, rounds);
   for (int64_t i = 0; i < rounds; i++)
+    values[i] = contestant->wait_us[0][i] + contestant->wait_us[1][i];
+  row->wait_us = median(values, rounds);
+  for (int64_t i = 0; i < rounds; i++)
     values[i] = with[0][i] + with[1][i] - without[0][i] - without[1][i];
   row->exposed_us = median(values, rounds);
 }
@@ -120,21 +123,23 @@ static json_t *rounds_json(const double *us, int64_t rounds)
 static json_t *pass_json(const struct cli_bench *bench, const struct cli_bench_row *row, int d)
 {
   const int64_t rounds = bench->contest->rounds;
-  return json_pack("{s:I, s:o, s:o, s:o}", "received_bytes",
+  return json_pack("{s:I, s:o, s:o, s:o, s:o}", "received_bytes",
                    (json_int_t)row->contestant->received_bytes[d], "median_us",
                    cli_report_real(row->us[d]), "runs_us",
                    rounds_json(row->contestant->us[d], rounds), "mute_runs_us",
-                   rounds_json(row->contestant->mute_us[d], rounds));
+                   rounds_json(row->contestant->mute_us[d], rounds), "wait_runs_us",
+                   rounds_json(row->contestant->wait_us[d], rounds));
 }
 
 static json_t *row_json(const struct cli_bench *bench, const struct cli_bench_row *row)
 {
   json_t *object = json_pack(
-      "{s:s, s:n, s:I, s:I, s:o, s:o, s:o, s:o, s:o}", "strategy",
+      "{s:s, s:n, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "strategy",
       swathe_strategy_name(row->contestant->strategy), "refused", "received_bytes",
       (json_int_t)row->received_bytes, "memory_bytes", (json_int_t)row->contestant->memory_bytes,
       "total_us", cli_report_real(row->total_us), "compute_us", cli_report_real(row->compute_us),
-      "exposed_us", cli_report_real(row->exposed_us), "difference",
+      "wait_us", cli_report_real(row->wait_us), "exposed_us", cli_report_real(row->exposed_us),
+      "difference",
       cli_report_real(row->contestant->difference), "forward", pass_json(bench, row, 0));
   if (bench->contest->backward)
     json_object_set_new(object, "backward", pass_json(bench, row, 1));
@@ -185,6 +190,7 @@ static void add_row(struct cli_table *table, const struct cli_bench *bench,
   cli_report_cell(table, "%s", cli_report_time(row->us[0]).text);
   if (bench->contest->backward) cli_report_cell(table, "%s", cli_report_time(row->us[1]).text);
   else cli_report_cell(table, "-");
+  cli_report_cell(table, "%s", cli_report_time(row->wait_us).text);
   cli_report_cell(table, "%s", cli_report_time(fmax(row->exposed_us, 0)).text);
   add_ratio(table, row->total_us, halo ? halo->total_us : 0);
 }
@@ -192,10 +198,11 @@ static void add_row(struct cli_table *table, const struct cli_bench *bench,
 static void print_text(const struct cli_bench *bench, const char *page)
 {
   static const char *const titles[] = { "strategy", "received", "of halo", "memory",
-                                        "forward",  "backward", "exposed", "time of halo" };
+                                        "forward",  "backward", "waited",  "exposed",
+                                        "time of halo" };
   const struct cli_given *given = bench->contest->given;
   const struct swathe_sharding *sharding = &given->sharding;
-  struct cli_table table = { .align = "lrrrrrrr" };
+  struct cli_table table = { .align = "lrrrrrrrr" };
   double difference = 0;
 
   printf("%s\n%" PRId64 " tokens, batch %" PRId32 ", %s over %" PRId32 " rank%s by %s, %" PRId64
@@ -203,7 +210,7 @@ static void print_text(const struct cli_bench *bench, const char *page)
          cli_report_problem_words(&given->problem), sharding->tokens, sharding->batch,
          swathe_layout_name(sharding->layout), sharding->ranks, sharding->ranks == 1 ? "" : "s",
          bench->transport, bench->contest->rounds, bench->contest->rounds == 1 ? "" : "s");
-  for (int i = 0; i < 8; i++) cli_report_cell(&table, "%s", titles[i]);
+  for (int i = 0; i < 9; i++) cli_report_cell(&table, "%s", titles[i]);
   for (int i = 0; i < bench->count; i++) {
     add_row(&table, bench, &bench->rows[i]);
     difference = fmax(difference, bench->rows[i].contestant->difference);
@@ -214,10 +221,12 @@ static void print_text(const struct cli_bench *bench, const char *page)
     if (*contestant->refused)
       printf("%-10s  %s\n", swathe_strategy_name(contestant->strategy), contestant->refused);
   }
-  printf("\nreceived, memory: of the rank with most, %s; forward, backward: medians of the slowest "
-         "rank;\nexposed: with the exchange less the same launches with its result already there; "
-         "memory: the layer's\nbuffers and what it keeps for backward.  Results differ from those "
-         "of %s by %.2g at most.\n",
+  printf("\nreceived, memory: of the rank with most, %s;\n"
+         "forward, backward: medians of the slowest rank;\n"
+         "waited: for the wire with nothing left to compute, by the rank that waited longest;\n"
+         "exposed: with the exchange less the same launches with its result already there;\n"
+         "memory: the layer's buffers and what it keeps for backward.\n"
+         "Results differ from those of %s by %.2g at most.\n",
          bench->contest->backward ? "both passes together" : "forward only",
          bench->count ? swathe_strategy_name(bench->rows[0].contestant->strategy) : "none",
          difference);
@@ -256,16 +265,17 @@ static enum cli_exit run(const struct cli_args *args)
 {
   struct cli_given given = { 0 };
   struct cli_contest contest = { .given = &given };
-  const char *transport = args->value[CLI_TRANSPORT];
-  enum cli_exit code = CLI_OK;
+  struct cli_ranks ranks = { 0 };
+  const char *transport = args->value[CLI_TRANSPORT] ? args->value[CLI_TRANSPORT] : "threads";
+  enum cli_exit code = cli_ranks_check(args);
 
-  if (transport && strcmp(transport, "threads"))
-    code = cli_fail(CLI_BAD_USE, "--transport %s: there is 'threads'", transport);
   if (!code) code = read_options(args, &contest);
   if (!code) code = cli_given_read(args, true, NULL, &given);
   if (!code) code = cli_contest_begin(&contest);
-  if (!code) code = cli_contest_play_threads(&contest);
-  if (!code) code = show(args, &contest, "threads");
+  if (!code) code = cli_ranks_open(args, given.sharding.ranks, &ranks);
+  if (!code) code = cli_contest_play(&contest, &ranks);
+  if (!code && ranks.first == 0) code = show(args, &contest, transport);
+  cli_ranks_close(&ranks);
   cli_contest_free(&contest);
   cli_given_close(&given);
   return code;
@@ -281,9 +291,12 @@ const struct cli_verb cli_verb_bench = {
       "in turns, each with its exchange and without.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(STRATEGIES) |
              CLI_BIT(ROUNDS) | CLI_BIT(HTML) | CLI_BIT(SEED) | CLI_BIT(TRANSPORT) |
-             CLI_BIT(FORWARD),
+             CLI_BIT(DEADLINE) | CLI_BIT(FORWARD),
   .examples = { "all strategies of a preset over 4 ranks",
                 "swathe bench --model gpt-oss-20b --tokens 32768 --ranks 4",
+                "the same with a process per rank",
+                "mpirun -n 4 swathe bench --model gpt-oss-20b --tokens 32768 --ranks 4 "
+                "--transport mpi",
                 "two of them, forward only, as a page with a picture",
                 "swathe bench --model gemma-3-1b --tokens 8192 --ranks 4 --forward "
                 "--strategies halo,all_gather --html bench.html",

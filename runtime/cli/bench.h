@@ -9,6 +9,7 @@
 struct cli_bench_row {
   const struct cli_contestant *contestant;
   double us[2], total_us, compute_us;  // compute: without exchange
+  double wait_us;
   double exposed_us;                   // median of the rounds' differences; noise may be below 0
   int64_t received_bytes;
 };

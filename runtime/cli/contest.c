@@ -15,9 +15,6 @@
 #include <string.h>
 #include <time.h>
 
-// Long enough for a rank whose share takes minutes.
-static const double deadline_s = 600;
-
 // Inputs first; those from `OUT` on are compared, but for lse.
 enum tensor { Q, K, V, DOUT, LSE, OUT, DQ, DK, DV, TENSOR_COUNT };
 
@@ -33,11 +30,12 @@ struct player {
   void *first[TENSOR_COUNT];  // the first contestant's results, here
   char *scratch;              // of the largest tensor, here
   void *all;                  // what gather brings of all ranks
+  bool failed;
 };
 
 // What a rank tells of a pass; the largest count.
 struct report {
-  double us, difference;
+  double us, wait_us, difference;
   int64_t received_bytes, memory_bytes;
 };
 
@@ -242,7 +240,9 @@ static void clean_up(struct player *player)
 
   for (int c = 0; c < player->contest->count; c++) {
     swathe_layer_destroy(player->layers[c]);
-    if (player->halos[c]) swathe_memory_free(given->context, target, player->halos[c]);
+    // a transport that failed may still write there
+    if (player->halos[c] && !player->failed)
+      swathe_memory_free(given->context, target, player->halos[c]);
   }
   for (int i = 0; i < TENSOR_COUNT; i++) {
     if (player->data[i]) swathe_memory_free(given->context, target, player->data[i]);
@@ -265,6 +265,7 @@ static enum cli_exit largest(struct player *player, struct report *report)
   if (status) return fail(player, status, "to meet the others");
   for (int32_t r = 0; r < player->contest->given->sharding.ranks; r++) {
     report->us = fmax(report->us, all[r].us);
+    report->wait_us = fmax(report->wait_us, all[r].wait_us);
     report->difference = fmax(report->difference, all[r].difference);
     if (all[r].received_bytes > report->received_bytes)
       report->received_bytes = all[r].received_bytes;
@@ -294,6 +295,7 @@ static enum cli_exit pass(struct player *player, int c, enum swathe_direction di
   swathe_layer_timing(layer, &timing);
   *report = (struct report){
     .us = us,
+    .wait_us = timing.wait_us,
     .received_bytes = timing.received_bytes,
     .memory_bytes = (int64_t)(swathe_layer_memory_bytes(layer) + swathe_layer_halo_bytes(layer)),
   };
@@ -314,6 +316,7 @@ static enum cli_exit play_one(struct player *player, int c, int64_t round, bool 
     code = pass(player, c, (enum swathe_direction)d, &report);
     if (code || !writes) continue;
     if (round >= 0) (muted ? contestant->mute_us : contestant->us)[d][round] = report.us;
+    if (round >= 0 && !muted) contestant->wait_us[d][round] = report.wait_us;
     if (!muted) contestant->received_bytes[d] = report.received_bytes;
     contestant->memory_bytes = report.memory_bytes;
   }
@@ -346,12 +349,14 @@ static enum cli_exit play_rounds(struct player *player)
 
 enum cli_exit cli_contest_begin(struct cli_contest *contest)
 {
-  for (int i = 0; i < 4 * contest->count; i++) {
-    struct cli_contestant *contestant = &contest->contestants[i / 4];
-    double **times = i % 2 ? contestant->us : contestant->mute_us;
-    times[i / 2 % 2] = calloc((size_t)contest->rounds, sizeof(double));
-    if (!times[i / 2 % 2])
-      return cli_fail(CLI_FAILED, "out of memory for %" PRId64 " rounds", contest->rounds);
+  for (int i = 0; i < 2 * contest->count; i++) {
+    struct cli_contestant *contestant = &contest->contestants[i / 2];
+    double **const times[] = { contestant->us, contestant->mute_us, contestant->wait_us };
+    for (int t = 0; t < 3; t++) {
+      times[t][i % 2] = calloc((size_t)contest->rounds, sizeof(double));
+      if (!times[t][i % 2])
+        return cli_fail(CLI_FAILED, "out of memory for %" PRId64 " rounds", contest->rounds);
+    }
   }
   return CLI_OK;
 }
@@ -361,15 +366,17 @@ void cli_contest_free(struct cli_contest *contest)
   for (int i = 0; i < 2 * CLI_CONTEST_MOST; i++) {
     free(contest->contestants[i / 2].us[i % 2]);
     free(contest->contestants[i / 2].mute_us[i % 2]);
+    free(contest->contestants[i / 2].wait_us[i % 2]);
   }
 }
 
-enum cli_exit cli_contest_play(struct cli_contest *contest, struct swathe_transport *transport)
+static enum cli_exit play(struct cli_contest *contest, struct swathe_transport *transport)
 {
   struct player player = { .contest = contest, .transport = transport,
                            .rank = swathe_transport_rank(transport) };
   enum cli_exit code = set_up(&player);
   if (!code) code = play_rounds(&player);
+  player.failed = code != CLI_OK;
   if (code) swathe_transport_abort(transport, cli_fail_words());
   clean_up(&player);
   return code;
@@ -386,36 +393,32 @@ struct thread {
 static void *play_thread(void *arg)
 {
   struct thread *thread = arg;
-  thread->code = cli_contest_play(thread->contest, thread->transport);
+  thread->code = play(thread->contest, thread->transport);
   if (thread->code) snprintf(thread->words, sizeof thread->words, "%s", cli_fail_words());
   return NULL;
 }
 
-enum cli_exit cli_contest_play_threads(struct cli_contest *contest)
+enum cli_exit cli_contest_play(struct cli_contest *contest, const struct cli_ranks *ranks)
 {
-  const int32_t ranks = contest->given->sharding.ranks;
-  struct thread *threads = calloc((size_t)ranks, sizeof *threads);
-  struct swathe_threads *group = NULL;
+  struct thread *threads = calloc((size_t)ranks->count, sizeof *threads);
   enum cli_exit code = CLI_OK;
   int32_t started = 0;
 
-  if (!threads) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks);
-  const enum swathe_status status = swathe_threads_create(ranks, deadline_s, &group);
-  if (status) code = cli_fail_library(status, "the ranks cannot be connected");
-  for (; started < ranks && !code; started++) {
+  if (!threads) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks->count);
+  for (; started < ranks->count && !code; started++) {
     struct thread *thread = &threads[started];
+    const int32_t rank = ranks->first + started;
     *thread = (struct thread){ .contest = contest,
-                               .transport = swathe_threads_rank(group, started) };
+                               .transport = cli_ranks_transport(ranks, rank) };
     const int error = pthread_create(&thread->id, NULL, play_thread, thread);
     if (!error) continue;
-    code = cli_fail(CLI_FAILED, "rank %" PRId32 " gets no thread: %s", started, strerror(error));
-    swathe_threads_abort(group, started, cli_fail_words());
+    code = cli_fail(CLI_FAILED, "rank %" PRId32 " gets no thread: %s", rank, strerror(error));
+    swathe_transport_abort(thread->transport, cli_fail_words());
     break;
   }
   for (int32_t r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
   for (int32_t r = 0; r < started && !code; r++)
     if (threads[r].code) code = cli_fail(threads[r].code, "%s", threads[r].words);
-  if (group) swathe_threads_destroy(group);
   free(threads);
   return code;
 }

@@ -4,6 +4,7 @@
 #define CLI_CONTEST_H
 
 #include "given.h"
+#include "ranks.h"
 
 enum { CLI_CONTEST_MOST = SWATHE_RING_ALL + 1 };
 
@@ -12,6 +13,7 @@ struct cli_contestant {
   char refused[512];           // why the problem cannot be shared like that; "": it can
   double *us[2], *mute_us[2];  // [rounds], by direction: the slowest rank, with its exchange and
                                // without
+  double *wait_us[2];          // [rounds], by direction: the longest wait of a rank for the wire
   int64_t received_bytes[2];   // by direction: the most that a rank received
   int64_t memory_bytes;        // the most that a rank's layer holds, with the halo that is kept for
                                // backward
@@ -29,11 +31,8 @@ struct cli_contest {
 
 // Makes room for results of `rounds`.
 enum cli_exit cli_contest_begin(struct cli_contest *contest);
-// One rank's part; every rank of the transport makes the call and learns the outcome.  Only rank 0
-// writes it into the contest, which ranks of one process share.
-enum cli_exit cli_contest_play(struct cli_contest *contest, struct swathe_transport *transport);
-// All ranks as threads of this process.
-enum cli_exit cli_contest_play_threads(struct cli_contest *contest);
+// The part of the ranks that are here.  The outcome is in the process that has rank 0.
+enum cli_exit cli_contest_play(struct cli_contest *contest, const struct cli_ranks *ranks);
 void cli_contest_free(struct cli_contest *contest);
 
 #endif
