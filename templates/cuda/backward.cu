@@ -437,7 +437,6 @@ DEVICE void store_key_sums(char *base, const struct sw_view &view, bool final, s
     store_floats((float *)data + start, view.token, rows, sums, factor);
     return;
   }
-  warp_sync();
   lay_out(tile, own, sums, factor);
   warp_sync();
   for_chunks(DKV_OWN, DIM, (int)threadIdx.x % 32, 32, [&](int r, int chunk) {
