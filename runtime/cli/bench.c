@@ -221,7 +221,7 @@ static void print_text(const struct cli_bench *bench, const char *page)
     if (*contestant->refused)
       printf("%-10s  %s\n", swathe_strategy_name(contestant->strategy), contestant->refused);
   }
-  printf("\nreceived, memory: of the rank with most, %s;\n"
+  printf("\nreceived, memory: of the rank that has most in a pass, %s;\n"
          "forward, backward: medians of the slowest rank;\n"
          "waited: for the wire with nothing left to compute, by the rank that waited longest;\n"
          "exposed: with the exchange less the same launches with its result already there;\n"
