@@ -177,6 +177,7 @@ static enum swathe_status carry_out(struct tuning *tuning)
   memset(&tuning->mine, 0, sizeof tuning->mine);
   for (int32_t i = 0; i < order->count && !status; i++) {
     status = swathe_layer_set_exchange(tuning->layer, order->configs[i]);
+    if (!status) status = sw_agree(tuning->layer);  // else the first pass would
     if (!status) status = transport->operations->gather(transport, "", 1, came);
     if (!status) status = run_passes(tuning, order->repeats, &tuning->mine.us[i]);
     if (!status) tuning->mine.wrong[i] = !as_expected(tuning);

@@ -82,6 +82,8 @@
     "rank, started by mpirun or srun")                                                             \
   X(DEADLINE, "deadline", "SECONDS", VERB,                                                         \
     "longest wait of a rank for another; default 600")                                             \
+  X(EXCHANGE, "exchange", "TEXT", VERB,                                                            \
+    "how the halo travels, NAME=VALUE,...; default what a layer would use")                        \
   X(BUDGET, "budget", "SECONDS", VERB, "wall time for the whole call; default 60")                 \
   X(EXHAUSTIVE, "exhaustive", NULL, VERB, "also try what is thought unlikely to win")              \
   X(AGAIN, "again", NULL, VERB, "measure even what the database already has")                      \

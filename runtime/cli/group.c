@@ -321,6 +321,9 @@ static bool make_layer(struct member *member)
   const struct cli_given *given = member->team->group->given;
   enum swathe_status status =
       swathe_layer_create(given->context, &given->problem, member->transport, &member->layer);
+  if (!status && member->team->group->args->value[CLI_EXCHANGE])
+    status = swathe_layer_set_exchange(member->layer,
+                                       member->team->group->args->value[CLI_EXCHANGE]);
   if (status) return fail_library(member, status, "to make its layer");
 
   status = swathe_layer_shard(member->layer, &given->sharding);
@@ -372,6 +375,21 @@ static bool run_once(struct member *member, enum swathe_direction direction, int
   return true;
 }
 
+static bool tell_memory(struct member *member)
+{
+  struct cli_group *group = member->team->group;
+  const int32_t ranks = group->given->sharding.ranks;
+  const int64_t mine = (int64_t)swathe_layer_memory_bytes(member->layer);
+  int64_t *all = calloc((size_t)ranks, sizeof *all);
+
+  if (!all) return fail_team(member, "rank %" PRId32 ": out of memory to tell", member->rank);
+  const bool fine = share(member, &mine, sizeof mine, all);
+  if (fine && member->rank == 0)
+    memcpy(group->memory_bytes, all, (size_t)ranks * sizeof *all);
+  free(all);
+  return fine;
+}
+
 static void *run_rank(void *arg)
 {
   struct member *member = arg;
@@ -382,7 +400,7 @@ static void *run_rank(void *arg)
   for (int64_t i = 0; fine && i < group->repeat; i++)
     fine = run_once(member, SWATHE_FORWARD, i) &&
            (!backward || run_once(member, SWATHE_BACKWARD, i));
-  fine = fine && gather(member);
+  fine = fine && tell_memory(member) && gather(member);
   if (fine && group->ranks.transport) fine = gather_processes(member);
   if (fine && member->rank == 0)
     swathe_layer_explain(member->layer, group->explain, sizeof group->explain);
@@ -407,10 +425,11 @@ static bool allocate(struct cli_group *group, struct team *team)
   group->forward = calloc(ranks, sizeof *group->forward);
   group->backward = calloc(ranks, sizeof *group->backward);
   group->traffic = calloc(ranks, sizeof *group->traffic);
+  group->memory_bytes = calloc(ranks, sizeof *group->memory_bytes);
   team->dsink_parts = calloc(ranks * (size_t)group->given->problem.q_heads, sizeof(float));
   return group->forward_us && group->backward_us && group->forward_wait_us &&
          group->backward_wait_us && group->forward && group->backward && group->traffic &&
-         team->dsink_parts;
+         group->memory_bytes && team->dsink_parts;
 }
 
 void cli_group_free(struct cli_group *group)
@@ -422,6 +441,7 @@ void cli_group_free(struct cli_group *group)
   free(group->forward);
   free(group->backward);
   free(group->traffic);
+  free(group->memory_bytes);
   cli_ranks_close(&group->ranks);
   *group = (struct cli_group){ 0 };
 }

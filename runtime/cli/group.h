@@ -17,6 +17,7 @@ struct cli_group {
   double *forward_us, *backward_us;
   double *forward_wait_us, *backward_wait_us;  // longest of any rank
   struct swathe_timing *forward, *backward;
+  int64_t *memory_bytes;                       // [ranks] of the layers beside the tensors
   char explain[4096];                          // rank 0's
   struct swathe_traffic *traffic;              // [ranks] as planned
   int64_t compiled, loaded;                    // kernels

@@ -113,6 +113,7 @@ static json_t *ranks_json(const struct cli_group *group)
         (json_int_t)planned->receive_bytes, "send_bytes", (json_int_t)planned->send_bytes,
         "forward_received_bytes", (json_int_t)forward->received_bytes, "forward_sent_bytes",
         (json_int_t)forward->sent_bytes, "forward_us", cli_report_real(forward->total_us));
+    json_object_set_new(rank, "memory_bytes", json_integer(group->memory_bytes[r]));
     if (group->arrays->backward) {
       json_object_set_new(rank, "backward_received_bytes", json_integer(backward->received_bytes));
       json_object_set_new(rank, "backward_sent_bytes", json_integer(backward->sent_bytes));
@@ -224,6 +225,10 @@ static void print_bytes(const struct cli_group *group)
     printf("  backward   %s of gradients (%s sums) went home; %s\n",
            cli_report_bytes(moved.gradient_bytes).text, swathe_dtype_name(p->halo_gradient),
            moved.backward_exact ? "exactly that was counted" : "THE RANKS COUNTED OTHERWISE");
+  int64_t most = 0;
+  for (int32_t r = 0; r < group->given->sharding.ranks; r++)
+    if (group->memory_bytes[r] > most) most = group->memory_bytes[r];
+  printf("  memory     at most %s of a rank, beside its tensors\n", cli_report_bytes(most).text);
   printf("  all-gather of K and V would receive %s%s\n",
          cli_report_bytes(moved.all_gather_bytes).text,
          ratio_text(moved.all_gather_bytes, moved.halo_bytes).text);
@@ -341,7 +346,7 @@ const struct cli_verb cli_verb_run = {
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(Q) |
              CLI_BIT(K) | CLI_BIT(V) | CLI_BIT(SINK) | CLI_BIT(DOUT) | CLI_BIT(OUT) |
              CLI_BIT(CHECK) | CLI_BIT(SEED) | CLI_BIT(REPEAT) | CLI_BIT(TRANSPORT) |
-             CLI_BIT(DEADLINE) | CLI_BIT(FORWARD),
+             CLI_BIT(DEADLINE) | CLI_BIT(EXCHANGE) | CLI_BIT(FORWARD),
   .examples = { "a preset over 4 ranks, compared with the reference",
                 "swathe run --model gpt-oss-20b --tokens 4096 --ranks 4 --check",
                 "the same with a process per rank",

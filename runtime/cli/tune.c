@@ -1,10 +1,13 @@
 // tune.c: the verb `tune`: measures candidates on this machine and keeps the fastest.
 #include "given.h"
 #include "progress.h"
+#include "ranks.h"
 #include "report.h"
 
 #include <inttypes.h>
+#include <pthread.h>
 #include <signal.h>
+#include <stdlib.h>
 #include <unistd.h>
 
 static const char *const direction_names[] = { [SWATHE_FORWARD] = "forward",
@@ -95,9 +98,8 @@ static json_t *tuned_json(enum swathe_direction direction, const struct swathe_t
                    refused->rules);
 }
 
-static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned)
+static void print_measured(const struct swathe_tuned *tuned)
 {
-  printf("%s\n", direction_names[direction]);
   if (!*tuned->config) {
     printf("  nothing was measured to the end\n");
     return;
@@ -117,6 +119,97 @@ static void print_tuned(enum swathe_direction direction, const struct swathe_tun
     printf("  measured  %" PRId64 " candidates, %" PRId64 " rejected (wrong result), %" PRId64
            " failed\n",
            tuned->tried, tuned->rejected, tuned->failed);
+}
+
+static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned)
+{
+  printf("%s\n", direction_names[direction]);
+  print_measured(tuned);
+}
+
+// ---- The exchange -------------------------------------------------------------------------------
+
+// A rank that is here.
+struct member {
+  pthread_t thread;
+  const struct cli_given *given;
+  const struct swathe_tune_options *options;
+  struct swathe_transport *transport;
+  struct swathe_tuned tuned;
+  enum swathe_status status;
+  char words[4096];
+};
+
+static void *tune_rank(void *arg)
+{
+  struct member *member = arg;
+  member->status = swathe_tune_exchange(member->given->context, &member->given->problem,
+                                        member->transport, member->options, &member->tuned);
+  if (!member->status) return NULL;
+  snprintf(member->words, sizeof member->words, "%s", swathe_error());
+  swathe_transport_abort(member->transport, member->words);
+  return NULL;
+}
+
+// Where rank 0 is, the first failure that is no consequence of another's.
+static enum cli_exit run_members(struct member *members, const struct cli_ranks *ranks)
+{
+  int32_t started = 0;
+  for (; started < ranks->count; started++)
+    if (pthread_create(&members[started].thread, NULL, tune_rank, &members[started])) break;
+  if (started < ranks->count)
+    swathe_transport_abort(members[started].transport, "a rank got no thread");
+  for (int32_t i = 0; i < started; i++) pthread_join(members[i].thread, NULL);
+  if (started < ranks->count)
+    return cli_fail(CLI_FAILED, "rank %" PRId32 " gets no thread", ranks->first + started);
+  const struct member *first = NULL;
+  for (int32_t i = 0; i < started; i++)
+    if (members[i].status && (!first || first->status == SWATHE_TRANSPORT)) first = &members[i];
+  if (!first) return CLI_OK;
+  if (first->status == SWATHE_INTERRUPTED)
+    return cli_fail(CLI_FAILED, "interrupted; what was measured is kept");
+  return cli_fail(first->status == SWATHE_BAD_USE ? CLI_BAD_USE : CLI_FAILED,
+                  "this exchange cannot be tuned\n  %s", first->words);
+}
+
+static enum cli_exit report_exchange(const struct cli_args *args, const struct cli_given *given,
+                                     const struct swathe_tuned *tuned)
+{
+  const char *database = swathe_database_path(given->context);
+  if (args->value[CLI_JSON])
+    return cli_report_json(
+        json_pack("{s:s, s:o, s:s, s:s, s:o, s:o, s:o, s:I, s:I, s:b, s:s}", "verb", "tune",
+                  "problem", cli_report_problem(&given->problem), "kernel", "exchange", "config",
+                  tuned->config, "best_us", cli_report_real(tuned->best_us), "default_us",
+                  cli_report_real(tuned->default_us), "ratio", cli_report_real(tuned->ratio),
+                  "tried", (json_int_t)tuned->tried, "rejected", (json_int_t)tuned->rejected,
+                  "reused", tuned->reused, "database", database),
+        CLI_OK);
+  printf("exchange, forward and backward of the slowest rank\n");
+  print_measured(tuned);
+  printf("database    %s\n", database);
+  return CLI_OK;
+}
+
+static enum cli_exit tune_exchange(const struct cli_args *args, const struct cli_given *given,
+                                   const struct swathe_tune_options *options)
+{
+  struct cli_ranks ranks = { 0 };
+  enum cli_exit code = cli_ranks_check(args);
+  if (!code) code = cli_ranks_open(args, given->sharding.ranks, &ranks);
+  if (code) return code;
+  struct member *members = calloc((size_t)ranks.count, sizeof *members);
+  if (!members) code = cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks.count);
+  for (int32_t i = 0; i < ranks.count && !code; i++) {
+    members[i].given = given;
+    members[i].options = options;
+    members[i].transport = cli_ranks_transport(&ranks, ranks.first + i);
+  }
+  if (!code) code = run_members(members, &ranks);
+  if (!code && ranks.first == 0) code = report_exchange(args, given, &members[0].tuned);
+  free(members);
+  cli_ranks_close(&ranks);
+  return code;
 }
 
 static enum cli_exit tune(const struct cli_args *args, const struct cli_given *given)
@@ -140,6 +233,7 @@ static enum cli_exit tune(const struct cli_args *args, const struct cli_given *g
 
   const char *database = swathe_database_path(given->context);
   catch_signals();
+  if (args->value[CLI_TRANSPORT]) return tune_exchange(args, given, &options);
   cli_progress_begin(&progress, stderr);
   const enum swathe_status status = swathe_tune(given->context, &given->problem, &options, tuned);
   cli_progress_end(&progress);
@@ -188,14 +282,19 @@ const struct cli_verb cli_verb_tune = {
   .summary = "Measure one problem's kernels on this machine and keep the fastest.",
   .details =
       "Every candidate must match the reference before it may win.  An interrupted call keeps what "
-      "it measured and the next one goes on from there.",
+      "it measured and the next one goes on from there.\n\n"
+      "With --transport the ranks meet and tune how they exchange the halo, with communication and "
+      "all; the slowest rank's time counts, and the pick is kept with rank 0.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(BUDGET) |
              CLI_BIT(EXHAUSTIVE) | CLI_BIT(AGAIN) | CLI_BIT(VERBOSE) | CLI_BIT(FORWARD) |
-             CLI_BIT(BACKWARD),
+             CLI_BIT(BACKWARD) | CLI_BIT(TRANSPORT) | CLI_BIT(DEADLINE),
   .examples = { "one rank's share of a preset, for a minute",
                 "swathe tune --model gpt-oss-20b --tokens 32768 --ranks 8",
                 "everything there is, into a database to pass around",
                 "swathe tune --model gemma-3-1b --exhaustive --budget 3600 --database cluster.db",
+                "the exchange of four hosts",
+                "mpirun -n 4 swathe tune --model gpt-oss-20b --tokens 32768 --ranks 4 "
+                "--transport mpi",
                 NULL },
   .run = run,
 };
