@@ -644,6 +644,20 @@ static void tune_tells_what_rules_turned_away(void **state)
   expect_json("tune --json --forward --database r.db " TINY, 0, "\"rule\": \"pack divides");
 }
 
+// The pick of a group's exchange is what a run of that group exchanges by.
+static void tune_finds_an_exchange(void **state)
+{
+  (void)state;
+  expect_json("tune --json --transport threads --budget 1 --ranks 2 --database x.db " TINY, 0,
+              "\"kernel\": \"exchange\"");
+  expect_json("run --json --ranks 2 --database x.db " TINY, 0, "exact pick");
+  expect("run --check --ranks 2 --exchange "
+         "overlap=2,chunks=8,together=0,order=1,poll=4,progress=50 " TINY,
+         0, "given by the caller", NULL);
+  expect("run --ranks 2 " TINY, 0, "beside its tensors", NULL);
+  expect("run --ranks 2 --exchange overlap=7 " TINY, 1, NULL, "overlap=7 is not one of 0, 1, 2");
+}
+
 // A second signal is often the first one, passed on. What was found so far is one document, and the
 // words of the interruption go to stderr.
 static void an_interrupted_tune_says_so(void **state)
@@ -680,6 +694,7 @@ int main(void)
     cmocka_unit_test(a_failed_check_is_a_failure),
     cmocka_unit_test(a_missing_rank_ends_the_run),
     cmocka_unit_test(tune_tells_what_rules_turned_away),
+    cmocka_unit_test(tune_finds_an_exchange),
     cmocka_unit_test(an_interrupted_tune_says_so),
   };
   return cmocka_run_group_tests(tests, make_directory, scratch_remove);
