@@ -543,6 +543,7 @@ struct dynamic_rank {
   int32_t rank;
   enum swathe_status status;
   char words[1024];
+  enum swathe_strategy strategy;
 };
 
 // Four ranks, then two groups of two with other documents, then four again, with one layer each.
@@ -552,8 +553,8 @@ static void *change_groups(void *arg)
   struct swathe_transport *four = swathe_threads_rank(self->four, self->rank);
   struct swathe_transport *pair = swathe_threads_rank(self->pair, self->rank % 2);
   struct swathe_layer *layer = NULL;
-  enum swathe_status status =
-      swathe_layer_create(context, &self->long_row->problem, four, &layer);
+  enum swathe_status status = swathe_layer_create_strategy(
+      context, &self->long_row->problem, four, self->strategy, &layer);
 
   for (int turn = 0; turn < 3 && !status; turn++) {
     const bool all = turn != 1;
@@ -570,10 +571,10 @@ static void *change_groups(void *arg)
   return NULL;
 }
 
-static void groups_and_documents_change(void **state)
+static void change_by(enum swathe_strategy strategy)
 {
   const struct swathe_problem problem =
-      problem_of("q_heads=4,kv_heads=2,head_dim_qk=16,head_dim_v=16,window_left=9,ranks=4");
+      problem_of("q_heads=8,kv_heads=4,head_dim_qk=16,head_dim_v=16,window_left=9,ranks=4");
   static const int64_t long_documents[] = { 0, 50, 51, 120 }, short_documents[] = { 0, 33, 60 };
   const struct swathe_sharding over_four = { .layout = SWATHE_ZIGZAG_DOCUMENT,
                                              .ranks = 4,
@@ -589,7 +590,6 @@ static void groups_and_documents_change(void **state)
   struct dynamic_rank ranks[4];
   pthread_t ids[4];
   char words[1024];
-  (void)state;
 
   sequence_solve(long_row);
   assert_int_equal(swathe_threads_create(4, 20, &four), SWATHE_OK);
@@ -601,7 +601,7 @@ static void groups_and_documents_change(void **state)
   for (int r = 0; r < 4; r++) {
     ranks[r] = (struct dynamic_rank){ .four = four, .pair = pairs[r / 2], .long_row = long_row,
                                       .short_row = short_rows[r / 2], .over_four = &over_four,
-                                      .over_two = &over_two, .rank = r };
+                                      .over_two = &over_two, .rank = r, .strategy = strategy };
     ranks[r].long_share = share_make(long_row, &over_four, r, (struct share_form){ .gap = 0 });
     ranks[r].short_share =
         share_make(short_rows[r / 2], &over_two, r % 2, (struct share_form){ .gap = 1 });
@@ -609,19 +609,26 @@ static void groups_and_documents_change(void **state)
   }
   for (int r = 0; r < 4; r++) {
     pthread_join(ids[r], NULL);
-    if (ranks[r].status) fail_msg("rank %d: %s", r, ranks[r].words);
+    if (ranks[r].status)
+      fail_msg("%s, rank %d: %s", swathe_strategy_name(strategy), r, ranks[r].words);
     share_gather(long_row, ranks[r].long_share, true);
     share_gather(short_rows[r / 2], ranks[r].short_share, true);
   }
   struct sequence *const all[] = { long_row, short_rows[0], short_rows[1] };
   for (int i = 0; i < 3; i++) {
     if (!sequence_compare(all[i], true, tolerance_of(&problem, 1), words, sizeof words))
-      fail_msg("row %d: %s", i, words);
+      fail_msg("%s, row %d: %s", swathe_strategy_name(strategy), i, words);
     sequence_free(all[i]);
   }
   for (int r = 0; r < 4; r++) share_free(ranks[r].long_share), share_free(ranks[r].short_share);
   for (int g = 0; g < 2; g++) swathe_threads_destroy(pairs[g]);
   swathe_threads_destroy(four);
+}
+
+static void groups_and_documents_change(void **state)
+{
+  (void)state;
+  for (int s = 0; s <= SWATHE_RING_ALL; s++) change_by((enum swathe_strategy)s);
 }
 
 // Every micro-batch brings other documents; once the largest was seen, sharding allocates nothing.
