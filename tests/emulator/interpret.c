@@ -63,6 +63,21 @@ static inline float flush(float x)
   return float_of_bits(bits & 0x7f800000u ? bits : bits & 0x80000000u);
 }
 
+// Of two zeros -0 is the smaller; of a number and NaN the number.
+static inline float smaller_of(float a, float b)
+{
+  uint32_t zero = bits_of_float(a) | bits_of_float(b);
+  float least = a == b ? float_of_bits(zero) : a < b || b != b ? a : b;
+  return least != least ? float_of_bits(0x7fffffff) : least;
+}
+
+static inline float larger_of(float a, float b)
+{
+  uint32_t zero = bits_of_float(a) & bits_of_float(b);
+  float most = a == b ? float_of_bits(zero) : a > b || b != b ? a : b;
+  return most != most ? float_of_bits(0x7fffffff) : most;
+}
+
 static inline uint32_t bfloat_of_float(float x)
 {
   uint32_t bits = bits_of_float(x);
