@@ -191,6 +191,40 @@ static void times_follow_the_formulas(void **state)
   free(json);
 }
 
+// Bytes on paper are those that ranks count.
+static void the_paper_counts_what_travels(void **state)
+{
+  static const char *const names[] = { "halo", "all_gather", "a2a", "ring", "ring_all" };
+  static const char *const passes[] = { "\"forward\"", "\"backward\"" };
+  static const char *const layers[] = {
+    "--problem q_heads=8,kv_heads=4,head_dim_qk=16,head_dim_v=24 --window 10 --ranks 4 "
+    "--tokens 256",
+    "--problem q_heads=4,kv_heads=4,head_dim_qk=32,head_dim_v=32 --window 100 --ranks 4 "
+    "--tokens 256 --batch 2 --dtype bf16 --halo-gradient bf16",
+    "--problem q_heads=4,kv_heads=2,head_dim_qk=16,head_dim_v=16 --window 9 --ranks 2 "
+    "--tokens 128 --layout zigzag",
+  };
+  char words[512];
+  (void)state;
+  for (size_t l = 0; l < sizeof layers / sizeof layers[0]; l++) {
+    snprintf(words, sizeof words, "bench %s --rounds 1 --json", layers[l]);
+    char *counted = output_of(words);
+    snprintf(words, sizeof words, "plan %s --link 10,5 --json", layers[l]);
+    char *planned = output_of(words);
+    const char *paper = after(planned, "\"paper\"");
+    for (int i = 0; i < 5; i++)
+      for (int d = 0; d < 2; d++) {
+        const double got = number_in(strategy_in(counted, names[i]), passes[d], "received_bytes");
+        const double want = number_in(strategy_in(paper, names[i]), passes[d], "received_bytes");
+        if (!(fabs(got - want) < 0.5))
+          fail_msg("%s, %s of %s: %.0f counted, %.0f on paper", layers[l], passes[d], names[i], got,
+                   want);
+      }
+    free(counted);
+    free(planned);
+  }
+}
+
 // A share as short as the window hides nothing; between nodes the slow link counts.
 static void short_shares_are_exposed(void **state)
 {
@@ -263,6 +297,7 @@ int main(void)
     cmocka_unit_test(refusals_are_rows),
     cmocka_unit_test(the_page_has_every_bar),
     cmocka_unit_test(times_follow_the_formulas),
+    cmocka_unit_test(the_paper_counts_what_travels),
     cmocka_unit_test(short_shares_are_exposed),
     cmocka_unit_test(where_the_halo_matters_is_said),
     cmocka_unit_test(bad_use_is_refused),
