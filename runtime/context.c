@@ -205,7 +205,9 @@ void sw_context_environment(const struct swathe_context *context, const struct s
     .generator = sw_gen_digest(context->gen),
   };
   if (!aim->cuda) return;
-  environment->processor = aim->device ? sw_device_cuda_name(aim->device) : "unknown";
+  environment->processor = aim->device        ? sw_device_cuda_name(aim->device)
+                           : context->apart.on ? context->apart.device
+                                               : "unknown";
   environment->threads = 1;
 }
 

@@ -2,9 +2,13 @@
 // images; and memory of either target for callers who need not know which.
 #include "layer.h"
 
+#include <errno.h>
+#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 // ---- Devices ------------------------------------------------------------------------------------
 
@@ -78,6 +82,11 @@ enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const cha
     return sw_fail(SWATHE_BAD_USE,
                    "no architecture of the cuda target is called '%s'; there are %s", given,
                    list_names(&isas).text);
+  if (context->apart.on) {
+    snprintf(aim->isa, sizeof aim->isa, "%s", given ? given : context->apart.isa);
+    aim->own = !strcmp(aim->isa, context->apart.isa);
+    return SWATHE_OK;
+  }
   // without a device kernels can still be made
   status = sw_context_device(context, &aim->device);
   if (status && !given)
@@ -89,6 +98,56 @@ enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const cha
   if (given) snprintf(aim->isa, sizeof aim->isa, "%s", given);
   aim->own = !isa || (aim->device && !strcmp(aim->isa, isa));
   return status;
+}
+
+// What a child tells of the device it finds.
+struct sighting {
+  enum swathe_status status;
+  char isa[32], device[128], words[1024];
+};
+
+static void look_and_tell(struct swathe_context *context, const struct swathe_problem *problem,
+                          int end)
+{
+  struct sighting sighting = { .status = SWATHE_OK };
+  struct sw_aim aim;
+
+  sighting.status = sw_context_aim(context, problem, NULL, &aim);
+  if (!sighting.status && !aim.device) sighting.status = sw_context_device(context, &aim.device);
+  if (sighting.status) {
+    snprintf(sighting.words, sizeof sighting.words, "%s", swathe_error());
+  } else {
+    snprintf(sighting.isa, sizeof sighting.isa, "%s", aim.isa);
+    snprintf(sighting.device, sizeof sighting.device, "%s", sw_device_cuda_name(aim.device));
+  }
+  if (write(end, &sighting, sizeof sighting) != (ssize_t)sizeof sighting) _exit(1);
+  _exit(0);
+}
+
+enum swathe_status sw_context_stand_apart(struct swathe_context *context,
+                                          const struct swathe_problem *problem)
+{
+  struct sighting sighting = { .status = SWATHE_DEVICE };
+  int ends[2];
+
+  if (sw_device_cuda_started())
+    return sw_fail(SWATHE_UNSUPPORTED, "this process has used CUDA, and its children, who would "
+                                       "try the kernels, cannot then: do it in one of its own");
+  if (pipe2(ends, O_CLOEXEC)) return sw_fail(SWATHE_DEVICE, "no pipe: %s", strerror(errno));
+  const pid_t child = fork();
+  if (child == 0) look_and_tell(context, problem, ends[1]);
+  close(ends[1]);
+  ssize_t got = -1;
+  if (child > 0) got = read(ends[0], &sighting, sizeof sighting);
+  close(ends[0]);
+  while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR) continue;
+  if (got != (ssize_t)sizeof sighting)
+    return sw_fail(SWATHE_DEVICE, "the process that looks for a CUDA device does not answer");
+  if (sighting.status) return sw_fail(sighting.status, "%s", sighting.words);
+  memcpy(context->apart.isa, sighting.isa, sizeof context->apart.isa);
+  memcpy(context->apart.device, sighting.device, sizeof context->apart.device);
+  context->apart.on = true;
+  return SWATHE_OK;
 }
 
 // ---- Images -------------------------------------------------------------------------------------

@@ -211,6 +211,14 @@ static enum swathe_status need_driver(void)
   return status;
 }
 
+bool sw_device_cuda_started(void)
+{
+  pthread_mutex_lock(&driver.mutex);
+  const bool ready = driver.ready;
+  pthread_mutex_unlock(&driver.mutex);
+  return ready;
+}
+
 // ---- Devices -----------------------------------------------------------------------------------
 
 struct sw_device_cuda {

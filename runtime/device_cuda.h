@@ -25,6 +25,9 @@ struct sw_device_cuda_driver {
 };
 enum swathe_status sw_device_cuda_look(struct sw_device_cuda_driver *driver);
 
+// Whether this process has started the driver: then its forked children cannot use it.
+bool sw_device_cuda_started(void);
+
 // The device of the calling thread's current context, else `wanted`, else (when that is -1) the
 // first one.
 enum swathe_status sw_device_cuda_pick(int32_t wanted, int32_t *ordinal);

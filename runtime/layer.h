@@ -74,6 +74,10 @@ struct swathe_context {
   char *arch;                    // of the cuda target, or NULL: the device's
   int32_t device;                // when the calling thread has no current one
   struct sw_device_cuda *devices[SW_CUDA_DEVICES];  // by ordinal; with `mutex`
+  struct {                       // while this process must leave CUDA to its children:
+    bool on;
+    char isa[32], device[128];   // what they have
+  } apart;
   enum swathe_mode mode;
   pthread_mutex_t mutex;
   pthread_cond_t loaded;         // a kernel left SW_KERNEL_LOADING
@@ -143,6 +147,10 @@ enum swathe_status sw_context_device(struct swathe_context *context,
                                      struct sw_device_cuda **device);
 enum swathe_status sw_context_aim_cuda(struct swathe_context *context, const char *isa,
                                        struct sw_aim *aim);
+// From now on, until context->apart.on is taken back, this process touches no device: forked
+// children, who take it back for themselves, do.  Asks one of them what there is.
+enum swathe_status sw_context_stand_apart(struct swathe_context *context,
+                                          const struct swathe_problem *problem);
 // Loads the kernel's image on the device and finds its functions.
 enum swathe_status sw_context_load_module(struct sw_device_cuda *device, const char *name,
                                           struct sw_kernel *kernel);

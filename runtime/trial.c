@@ -1,5 +1,6 @@
 // trial.c: checks a candidate, and times several in turn, in child processes.  A child shares the
-// parent's inputs by fork, reports through a socket, and dies with its parent.
+// parent's inputs by fork, reports through a socket, and dies with its parent.  The parent leaves
+// CUDA to its children, which copy the inputs to their device.
 #include "trial.h"
 
 #include <errno.h>
@@ -42,6 +43,15 @@ struct tensors {
   float *lse, *sink, *dsink;
 };
 
+enum { ARRAYS = 11 };
+
+// Tensors where the target's kernels read and write them: on the CPU where they are.
+struct placed {
+  struct tensors *host;
+  struct swathe_tensors call;
+  void *memory[ARRAYS];  // of the device
+};
+
 // The reference's answers for some rows of the small problem.
 struct answers {
   bool *query, *key;  // [tokens]: which are checked
@@ -78,6 +88,13 @@ struct sw_trial_bench {
   pid_t racers;       // the process that times; 0: none
   int racers_end;     // of its socket
   double best_share;  // of the processors, that a round got
+  bool cuda, emulated;
+  // of a child on CUDA: the share on its device, what is read between timings so that none finds
+  // its inputs in the cache, and the events around a timing
+  struct placed placed_share;
+  struct sw_device_cuda *device;
+  void *flushed, *begin, *end;
+  size_t flushed_bytes;
 };
 
 // ---- A transport that only copies -------------------------------------------------------------
@@ -129,9 +146,20 @@ static enum swathe_status alone_gather(struct swathe_transport *transport, const
   return SWATHE_OK;
 }
 
-static const struct sw_transport_operations alone_operations = {
-  .post = alone_post, .test = alone_test, .wait = alone_wait, .gather = alone_gather
-};
+// On a device nothing is moved: what the wire costs there is no kernel's business.
+static enum swathe_status alone_enqueue(struct swathe_transport *transport,
+                                        const struct sw_transport_message *messages, int32_t count,
+                                        void *stream)
+{
+  (void)transport, (void)messages, (void)count, (void)stream;
+  return SWATHE_OK;
+}
+
+static const struct sw_transport_operations alone_operations = { .post = alone_post,
+                                                                 .test = alone_test,
+                                                                 .wait = alone_wait,
+                                                                 .gather = alone_gather,
+                                                                 .enqueue = alone_enqueue };
 
 // ---- Tensors ----------------------------------------------------------------------------------
 
@@ -224,6 +252,77 @@ static struct swathe_tensors call_of(struct tensors *t)
     .sink = p->sinks ? t->sink : NULL,
     .dsink = p->sinks ? t->dsink : NULL,
   };
+}
+
+// ---- On the target ----------------------------------------------------------------------------
+
+struct array {
+  void *host;
+  void **called;  // its place in the call; NULL: not part of it
+  size_t bytes;
+  bool written;
+};
+
+static void list_arrays(struct tensors *t, struct swathe_tensors *call, struct array *arrays)
+{
+  const struct swathe_problem *p = &t->problem;
+  const size_t elem = sw_problem_elem_bytes(p), rows = (size_t)t->rows;
+  const size_t heads = (size_t)p->q_heads, kv = (size_t)p->kv_heads;
+  const size_t qk = (size_t)p->head_dim_qk * elem, v = (size_t)p->head_dim_v * elem;
+  const struct array all[ARRAYS] = {
+    { t->q, &call->q.data, rows * heads * qk, false },
+    { t->k, &call->k.data, rows * kv * qk, false },
+    { t->v, &call->v.data, rows * kv * v, false },
+    { t->dout, &call->dout.data, rows * heads * v, false },
+    { t->out, &call->out.data, rows * heads * v, true },
+    { t->dq, &call->dq.data, rows * heads * qk, true },
+    { t->dk, &call->dk.data, rows * kv * qk, true },
+    { t->dv, &call->dv.data, rows * kv * v, true },
+    { t->lse, &call->lse.data, rows * heads * sizeof(float), true },
+    { t->sink, call->sink ? (void **)&call->sink : NULL, heads * sizeof(float), false },
+    { t->dsink, call->dsink ? (void **)&call->dsink : NULL, heads * sizeof(float), true },
+  };
+  memcpy(arrays, all, sizeof all);
+}
+
+static enum swathe_status place(struct sw_trial_bench *bench, struct tensors *t,
+                                struct placed *placed)
+{
+  struct array arrays[ARRAYS];
+  enum swathe_status status = SWATHE_OK;
+
+  *placed = (struct placed){ .host = t, .call = call_of(t) };
+  list_arrays(t, &placed->call, arrays);
+  for (int i = 0; i < ARRAYS && bench->cuda && !status; i++) {
+    if (!arrays[i].called) continue;
+    status = swathe_memory_allocate(bench->context, SWATHE_CUDA, arrays[i].bytes,
+                                    &placed->memory[i]);
+    if (!status)
+      status = swathe_memory_write(bench->context, SWATHE_CUDA, placed->memory[i], arrays[i].host,
+                                   arrays[i].bytes);
+    *arrays[i].called = placed->memory[i];
+  }
+  return status;
+}
+
+// Brings what kernels wrote to the host.
+static enum swathe_status fetch(struct sw_trial_bench *bench, struct placed *placed)
+{
+  struct array arrays[ARRAYS];
+  enum swathe_status status = SWATHE_OK;
+
+  list_arrays(placed->host, &placed->call, arrays);
+  for (int i = 0; i < ARRAYS && bench->cuda && !status; i++)
+    if (arrays[i].called && arrays[i].written)
+      status = swathe_memory_read(bench->context, SWATHE_CUDA, arrays[i].host, placed->memory[i],
+                                  arrays[i].bytes);
+  return status;
+}
+
+static void unplace(struct sw_trial_bench *bench, struct placed *placed)
+{
+  for (int i = 0; i < ARRAYS && bench->cuda; i++)
+    swathe_memory_free(bench->context, SWATHE_CUDA, placed->memory[i]);
 }
 
 // ---- The small problem and the reference's answers --------------------------------------------
@@ -448,6 +547,7 @@ static bool fits_memory(struct sw_trial_bench *bench, const struct swathe_layer 
                         struct result *result)
 {
   const struct sw_kernel *kernel = layer->kernels[bench->direction];
+  if (bench->cuda) return true;  // its kernels have no workspace
   const int64_t each = kernel->workspace(layer->work[bench->direction].max_keys);
   const int64_t threads = bench->context->threads;
   if (each <= bench->memory_bytes / threads) return true;
@@ -472,10 +572,10 @@ static void check(struct sw_trial_bench *bench, const char *config, struct resul
 {
   const struct swathe_problem *p = &bench->small.problem;
   struct tensors *t = &bench->small;
-  const struct swathe_tensors call = call_of(t);
+  struct placed placed;
   struct swathe_layer *layer;
 
-  if (!share_fits_memory(bench, config, result)) return;
+  if (!bench->cuda && !share_fits_memory(bench, config, result)) return;
   enum swathe_status status = make_layer(bench, true, config, &layer);
   if (!status) {
     if (bench->direction == SWATHE_FORWARD) {
@@ -486,7 +586,10 @@ static void check(struct sw_trial_bench *bench, const char *config, struct resul
       poison(p, t->dk, t->rows * p->kv_heads * p->head_dim_qk);
       poison(p, t->dv, t->rows * p->kv_heads * p->head_dim_v);
     }
-    status = run(layer, bench->direction, &call);
+    status = place(bench, t, &placed);
+    if (!status) status = run(layer, bench->direction, &placed.call);
+    if (!status) status = fetch(bench, &placed);
+    unplace(bench, &placed);
     swathe_layer_destroy(layer);
   }
   if (status) {
@@ -518,11 +621,48 @@ static double clock_s(clockid_t clock)
 
 static double now_s(void) { return clock_s(CLOCK_MONOTONIC); }
 
+// What a child needs on its device to time there.
+static enum swathe_status set_up_device(struct sw_trial_bench *bench)
+{
+  enum swathe_status status = place(bench, &bench->share, &bench->placed_share);
+
+  if (!status) status = sw_context_device(bench->context, &bench->device);
+  if (!status) status = sw_device_cuda_enter(bench->device);
+  if (status) return status;
+  bench->flushed_bytes = 2 * (size_t)sw_device_cuda_cache_bytes(bench->device);
+  if (bench->emulated) bench->flushed_bytes = 0;
+  status = sw_device_cuda_allocate(bench->device, bench->flushed_bytes, &bench->flushed);
+  if (!status) status = sw_device_cuda_event(bench->device, true, &bench->begin);
+  if (!status) status = sw_device_cuda_event(bench->device, true, &bench->end);
+  sw_device_cuda_leave(bench->device);
+  return status;
+}
+
+// One launch on the device's clock, with its inputs out of the cache.
+static enum swathe_status time_on_device(struct sw_trial_bench *bench, struct swathe_layer *layer,
+                                         double *us)
+{
+  enum swathe_status status = bench->device ? SWATHE_OK : set_up_device(bench);
+
+  if (!status) status = sw_device_cuda_enter(bench->device);
+  if (status) return status;
+  status = sw_device_cuda_fill(bench->device, bench->flushed, 0, bench->flushed_bytes / 4, NULL);
+  if (!status) status = sw_device_cuda_record(bench->device, bench->begin, NULL);
+  if (!status) status = run(layer, bench->direction, &bench->placed_share.call);
+  if (!status) status = sw_device_cuda_record(bench->device, bench->end, NULL);
+  if (!status) status = sw_device_cuda_wait_event(bench->device, bench->end);
+  if (!status) status = sw_device_cuda_elapsed(bench->device, bench->begin, bench->end, us);
+  *us *= bench->scale;
+  sw_device_cuda_leave(bench->device);
+  return status;
+}
+
 // One launch; its time scaled to the whole share.  A single thread is timed by the processor time
 // it got, which is the same on a quiet machine and bears being interrupted.
 static enum swathe_status time_once(struct sw_trial_bench *bench, struct swathe_layer *layer,
                                     double *us)
 {
+  if (bench->cuda) return time_on_device(bench, layer, us);
   const struct swathe_tensors call = call_of(&bench->share);
   struct swathe_timing timing;
   const double begin = clock_s(CLOCK_THREAD_CPUTIME_ID);
@@ -571,6 +711,15 @@ static void choose_timed(struct sw_trial_bench *bench)
                        (bench->direction == SWATHE_BACKWARD ? 2.5 : 1);
   const double wanted = 1e-6 * timing_us * thread_flops_per_s * (double)threads / flops;
   const double windows = fmax(LEAST_TOKENS, 2 * keys);
+  if (bench->cuda) {  // a whole share is little for a device, and a little much for an emulated one
+    bench->timed = *p;
+    if (bench->emulated) bench->timed.kv_heads = 1;
+    if (bench->emulated) bench->timed.q_heads = p->q_heads / p->kv_heads;
+    if (bench->emulated) bench->timed.tokens_per_rank = smaller(p->tokens_per_rank, UNIT);
+    bench->scale = (double)p->tokens_per_rank * p->kv_heads /
+                   ((double)bench->timed.tokens_per_rank * bench->timed.kv_heads);
+    return;
+  }
   int64_t tokens = smaller(p->tokens_per_rank, windows < 1e15 ? (int64_t)windows : INT64_MAX);
   int64_t heads = smaller(p->kv_heads, (int64_t)(wanted / (double)tokens));
 
@@ -644,6 +793,7 @@ static enum swathe_status start_child(struct sw_trial_bench *bench, const char *
     if (getppid() != parent) _exit(0);
     signal(SIGINT, SIG_IGN);
     bench->context->db = NULL;  // the parent's connection; SQLite forbids using it here
+    bench->context->apart.on = false;
     close(ends[0]);
     work(bench, config, ends[1]);
     _exit(0);
@@ -858,6 +1008,8 @@ enum swathe_status sw_trial_round(struct sw_trial_bench *bench, struct sw_trial_
     processor_s += lap.processor_s;
     wall_s += lap.wall_s;
   }
+  *noisy = false;
+  if (bench->cuda) return SWATHE_OK;  // the processors' share says nothing about the device
   const double share = processor_s / (wall_s * bench->context->threads);
   if (share > bench->best_share) bench->best_share = share;
   *noisy = share < quiet_share * bench->best_share;
@@ -893,30 +1045,122 @@ static void place_small(struct sw_trial_bench *bench)
   bench->rank_spans[1] = 2;
 }
 
+static enum swathe_status default_forward(struct sw_trial_bench *bench, char *config)
+{
+  struct sw_aim aim;
+  enum swathe_status status = sw_context_aim(bench->context, &bench->problem, NULL, &aim);
+  const struct sw_gen_request request = { .problem = &bench->problem,
+                                          .kernel = "forward",
+                                          .isa = aim.isa };
+  if (status) return status;
+  pthread_mutex_lock(&bench->context->mutex);
+  status = sw_gen_default(bench->context->gen, &request, config);
+  pthread_mutex_unlock(&bench->context->mutex);
+  return status;
+}
+
 // Runs the default forward kernel on the small problem, so that backward has outputs and lse to
 // start from.  The share is timed without: its zeros give sums of the usual size in the usual time.
 static enum swathe_status run_forward(struct sw_trial_bench *bench)
 {
-  struct sw_choice choice;
+  char config[SW_CONFIG_TEXT];
   struct swathe_layer *layer;
-  const struct swathe_tensors call = call_of(&bench->small);
-  const struct sw_gen_request request = { .problem = &bench->problem,
-                                          .kernel = "forward",
-                                          .isa = bench->context->isa };
-  pthread_mutex_lock(&bench->context->mutex);
-  enum swathe_status status = sw_gen_default(bench->context->gen, &request, choice.config);
-  pthread_mutex_unlock(&bench->context->mutex);
+  struct placed placed;
+  enum swathe_status status = default_forward(bench, config);
+
   if (status) return status;
   bench->direction = SWATHE_FORWARD;
-  status = make_layer(bench, true, choice.config, &layer);
+  status = make_layer(bench, true, config, &layer);
   bench->direction = SWATHE_BACKWARD;
   if (status) return status;
-  status = swathe_layer_forward(layer, &call, NULL);
+  status = place(bench, &bench->small, &placed);
+  if (!status) status = swathe_layer_forward(layer, &placed.call, NULL);
+  if (!status) status = fetch(bench, &placed);
+  unplace(bench, &placed);
   swathe_layer_destroy(layer);
   return status;
 }
 
-static enum swathe_status prepare_inputs(struct sw_trial_bench *bench)
+// ---- Prepare where only children may use the device -------------------------------------------
+
+// What a child that prepares something reports, followed by the small problem's out and lse.
+struct prepared {
+  enum swathe_status status;
+  char words[SW_TRIAL_WORDS];
+  double default_us;
+};
+
+static size_t out_bytes(const struct sw_trial_bench *bench)
+{
+  const struct swathe_problem *p = &bench->small.problem;
+  return (size_t)(bench->small.rows * p->q_heads * p->head_dim_v) * sw_problem_elem_bytes(p);
+}
+
+static size_t lse_bytes(const struct sw_trial_bench *bench)
+{
+  return (size_t)(bench->small.rows * bench->small.problem.q_heads) * sizeof(float);
+}
+
+static void prepare_in_child(struct sw_trial_bench *bench, const char *default_config, int end)
+{
+  struct prepared prepared;
+  memset(&prepared, 0, sizeof prepared);
+  if (bench->direction == SWATHE_BACKWARD) prepared.status = run_forward(bench);
+  if (!prepared.status) prepared.status = time_default(bench, default_config);
+  prepared.default_us = bench->default_us;
+  if (prepared.status) snprintf(prepared.words, sizeof prepared.words, "%s", swathe_error());
+  send_all(end, &prepared, sizeof prepared);
+  send_all(end, bench->small.out, out_bytes(bench));
+  send_all(end, bench->small.lse, lse_bytes(bench));
+}
+
+static enum swathe_status hear_prepared(struct sw_trial_bench *bench, pid_t pid, int end)
+{
+  const size_t bytes = sizeof(struct prepared) + out_bytes(bench) + lse_bytes(bench);
+  char *report = malloc(bytes), words[SW_TRIAL_WORDS] = "";
+  enum sw_verdict verdict;
+  struct prepared prepared;
+
+  if (!report) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes to tune", bytes);
+  enum swathe_status status = hear(bench, pid, end, report, bytes, NULL, &verdict, words);
+  if (!status && verdict) status = sw_fail(SWATHE_DEVICE, "the default kernel: %s", words);
+  if (!status) {
+    while (waitpid(pid, NULL, 0) < 0 && errno == EINTR) continue;
+    memcpy(&prepared, report, sizeof prepared);
+    if (prepared.status) status = sw_fail(prepared.status, "%s", prepared.words);
+    bench->default_us = prepared.default_us;
+    memcpy(bench->small.out, report + sizeof prepared, out_bytes(bench));
+    memcpy(bench->small.lse, report + sizeof prepared + out_bytes(bench), lse_bytes(bench));
+  }
+  free(report);
+  return status;
+}
+
+// The kernels are made here, where the compiler is; they run in a child.
+static enum swathe_status prepare_apart(struct sw_trial_bench *bench, const char *default_config)
+{
+  char config[SW_CONFIG_TEXT];
+  struct swathe_compiled compiled;
+  const char *isa = bench->context->apart.isa;
+  pid_t pid;
+  int end;
+  enum swathe_status status = swathe_compile(bench->context, &bench->problem, bench->direction, isa,
+                                             default_config, &compiled);
+
+  if (!status && bench->direction == SWATHE_BACKWARD) {
+    status = default_forward(bench, config);
+    if (!status)
+      status = swathe_compile(bench->context, &bench->problem, SWATHE_FORWARD, isa, config,
+                              &compiled);
+  }
+  if (!status) status = start_child(bench, default_config, prepare_in_child, &pid, &end);
+  if (status) return status;
+  status = hear_prepared(bench, pid, end);
+  close(end);
+  return status;
+}
+
+static enum swathe_status prepare_inputs(struct sw_trial_bench *bench, const char *default_config)
 {
   const struct swathe_problem small = small_problem(&bench->problem);
   place_small(bench);
@@ -925,12 +1169,13 @@ static enum swathe_status prepare_inputs(struct sw_trial_bench *bench)
   // all heads, for the distance between rows; layouts may give up to the two chunks' remainders
   // more
   if (!status)
-    status = make_tensors(&bench->share, &bench->problem, bench->timed.tokens_per_rank + 2);
+    status = make_tensors(&bench->share, bench->cuda ? &bench->timed : &bench->problem,
+                          bench->timed.tokens_per_rank + 2);
   if (!status) status = prepare_answers(bench);
-  if (status || bench->direction == SWATHE_FORWARD) return status;
-  status = run_forward(bench);
-  if (!status) start_backward(bench);
-  return status;
+  if (!status && bench->cuda) status = prepare_apart(bench, default_config);
+  if (!status && !bench->cuda && bench->direction == SWATHE_BACKWARD) status = run_forward(bench);
+  if (!status && bench->direction == SWATHE_BACKWARD) start_backward(bench);
+  return status || bench->cuda ? status : time_default(bench, default_config);
 }
 
 enum swathe_status sw_trial_prepare(struct swathe_context *context,
@@ -946,6 +1191,8 @@ enum swathe_status sw_trial_prepare(struct swathe_context *context,
   bench->context = context;
   bench->problem = *problem;
   bench->direction = direction;
+  bench->cuda = problem->target == SWATHE_CUDA;
+  bench->emulated = bench->cuda && strstr(context->apart.device, "emulated");
   bench->trial_s = options->trial_s;
   bench->memory_bytes = options->memory_bytes;
   bench->alone.transport = (struct swathe_transport){ .operations = &alone_operations,
@@ -954,8 +1201,7 @@ enum swathe_status sw_trial_prepare(struct swathe_context *context,
                                                       .ranks = problem->ranks };
   bench->alone.elsewhere = calloc(1, PIECE);
   if (!bench->alone.elsewhere) status = sw_fail(SWATHE_NO_MEMORY, "no memory to tune");
-  if (!status) status = prepare_inputs(bench);
-  if (!status) status = time_default(bench, options->default_config);
+  if (!status) status = prepare_inputs(bench, options->default_config);
   if (status) {
     sw_trial_free(bench);
     return sw_within(status, "while preparing to tune %s", sw_context_kernel_name(direction));

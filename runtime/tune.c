@@ -417,6 +417,7 @@ static double find_limit_us(struct tuning *tuning)
   struct sw_limit limit = { 0 };
   double flops, bytes;
 
+  if (tuning->aim.cuda) return 0;
   if (sw_context_source(tuning->context, tuning->problem,
                         sw_context_kernel_name(tuning->direction), tuning->aim.isa,
                         tuning->candidates[0].config, &source))
@@ -568,21 +569,23 @@ enum swathe_status swathe_tune(struct swathe_context *context, const struct swat
   const double wait_s = options->wait_s > 0 ? options->wait_s : default_wait_s;
   struct call call = { .context = context, .problem = problem, .options = options, .tuned = tuned };
   struct sw_lease lease = { .file = -1 };
-  enum swathe_status status = sw_context_aim(context, problem, NULL, &call.aim);
+  enum swathe_status status = swathe_problem_check(problem);
 
   memset(tuned, 0, 2 * sizeof *tuned);
   if (status) return status;
-  if (call.aim.cuda)
-    return sw_fail(SWATHE_UNSUPPORTED, "the cuda target cannot be tuned by this version");
   if (!*context->database)
     return sw_fail(SWATHE_DATABASE,
                    "there is no place for a tuning database: give one, or set SWATHE_DB");
-  status = sw_db_open(context->database, SW_DB_WRITE, &call.db);  // makes its directory
+  if (problem->target == SWATHE_CUDA) status = sw_context_stand_apart(context, problem);
+  if (!status) status = sw_context_aim(context, problem, NULL, &call.aim);
+  if (!status)
+    status = sw_db_open(context->database, SW_DB_WRITE, &call.db);  // makes its directory
   if (!status) status = sw_lease_take(context->database, wait_s, options->stop, &lease);
   if (!status) status = sw_db_session_begin(call.db, "tune", budget_s, &call.session);
   call.end_s = sw_layer_now_s() + budget_s;
   if (!status) status = tune_both(&call);
   sw_lease_give_back(&lease);
+  context->apart.on = false;
   if (call.db) sw_db_close(call.db);
   sw_context_reopen_database(context);
   return status;

@@ -581,6 +581,12 @@ static void runs_on_the_cuda_target(void **state)
          "--window 20 --ranks 2 --check --out gpu", 0, "written to gpu", NULL);
   struct cli_npy array = get_array("gpu/dk.npy", "[70, 2, 16]");
   free(array.data);
+
+  // children try the kernels; a layer finds what was picked
+  expect("tune --forward --target cuda --dtype bf16 --window 40 --tokens 256 --budget 8 "
+         "--database gpu.db", 0, "database    gpu.db", "");
+  expect("run --target cuda --dtype bf16 --window 40 --tokens 256 --forward --database gpu.db", 0,
+         "exact pick of ", NULL);
   unsetenv("SWATHE_LIBCUDA");
 }
 

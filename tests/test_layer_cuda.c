@@ -626,6 +626,12 @@ static void what_cuda_cannot_do_is_said(void **state)
   assert_int_equal(
       swathe_layer_create_strategy(context, &problem, NULL, SWATHE_ALL_GATHER, &layer),
       SWATHE_UNSUPPORTED);
+  // its children could not use what this process has started
+  struct swathe_tuned tuned[2];
+  assert_int_equal(swathe_tune(context, &problem, &(struct swathe_tune_options){ .budget_s = 1 },
+                               tuned),
+                   SWATHE_UNSUPPORTED);
+  if (!strstr(swathe_error(), "this process has used CUDA")) fail_msg("%s", swathe_error());
   problem.dtype = SWATHE_F32;
   assert_int_equal(swathe_layer_create(context, &problem, NULL, &layer), SWATHE_UNSUPPORTED);
 }
