@@ -1,4 +1,4 @@
-"""A layer over torch.distributed's gloo, by swathe_custom_create: the ranks are processes of Python.
+"""A layer over torch.distributed's gloo, by swathe_custom_create; the ranks are processes.
 
     python3 gloo.py LIBRARY [RANKS]
 
