@@ -8,6 +8,7 @@
 #include "layer.h"
 
 #include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 #include <time.h>
 
@@ -372,4 +373,19 @@ enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer, struct sw
   const uint16_t *narrow = layer->receive_narrow.data;
   for (int64_t i = 0; i < elements; i++) sums[i] = sw_problem_from_bf16(narrow[i]);
   return SWATHE_OK;
+}
+
+enum swathe_status sw_exchange_abandon(struct swathe_layer *layer, enum swathe_status status)
+{
+  struct swathe_transport *transport = layer->transport;
+  char words[2048];
+  bool done = true;
+
+  if (!transport) return status;
+  snprintf(words, sizeof words, "%s", swathe_error());
+  if (!transport->operations->test(transport, &done) && !done) {
+    swathe_transport_abort(transport, words);
+    (void)transport->operations->wait(transport);
+  }
+  return sw_fail(status, "%s", words);
 }

@@ -432,6 +432,9 @@ enum swathe_status sw_exchange_wait_more(struct sw_exchange *exchange);
 enum swathe_status sw_exchange_finish(struct swathe_layer *layer, struct sw_exchange *exchange);
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer,
                                            struct sw_exchange *exchange);
+// After a failure, whose words stay: nobody touches the memory of messages that are under way any
+// more, or the transport says that it holds it; the other ranks are told.  Returns `status`.
+enum swathe_status sw_exchange_abandon(struct swathe_layer *layer, enum swathe_status status);
 
 // As swathe_layer_create, with configs given for some directions and the exchange (NULL: choose),
 // and `directions` a mask of 1 << direction: the others get no kernel.

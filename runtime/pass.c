@@ -312,7 +312,9 @@ enum swathe_status swathe_layer_forward(struct swathe_layer *layer,
   if (!status) status = launch_edge(layer, SWATHE_FORWARD, &args, &exchange);
   if (!status && tensors->max_logits) find_max_logits(layer, tensors->max_logits);
   layer->timing.total_us = sw_layer_now_us() - begin;
-  return status ? sw_within(status, "in forward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
+  if (!status) return SWATHE_OK;
+  status = sw_exchange_abandon(layer, status);
+  return sw_within(status, "in forward of rank %d", sw_layer_rank(layer));
 }
 
 // ---- Backward -----------------------------------------------------------------------------------
@@ -478,5 +480,7 @@ enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
   if (!status) status = gather_own(layer, tensors);
   if (!status && layer->problem.sinks) add_sinks(layer, tensors->dsink);
   layer->timing.total_us = sw_layer_now_us() - begin;
-  return status ? sw_within(status, "in backward of rank %d", sw_layer_rank(layer)) : SWATHE_OK;
+  if (!status) return SWATHE_OK;
+  status = sw_exchange_abandon(layer, status);
+  return sw_within(status, "in backward of rank %d", sw_layer_rank(layer));
 }

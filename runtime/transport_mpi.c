@@ -226,16 +226,12 @@ static void fail_over_code(struct mpi *mpi, int code, const char *doing, int32_t
        text);
 }
 
-// A message has come that does not fit.  It is taken all the same, so that its sender gets done,
-// but not before that rank can know of the failure.
+// A message has come that does not fit.  It is left alone: its sender learns of the failure, and
+// may be gone before MPI has read it all.
 static void fail_over_bytes(struct mpi *mpi, const struct traffic *traffic, int32_t from, int bytes,
-                            int expected, struct sw_mpi_handle *message)
+                            int expected)
 {
   const int32_t rank = mpi->transport.rank;
-  struct sw_mpi_handle request;
-  void *scrap = malloc(bytes ? (size_t)bytes : 1);  // not freed if MPI does not get done with it
-  bool done = false;
-
   if (traffic->tag == TAG_GATHER)
     fail(mpi, SWATHE_DISAGREE, from, "rank %d gathers %d bytes, but rank %d gathers %d", from,
          bytes, rank, expected);
@@ -243,12 +239,6 @@ static void fail_over_bytes(struct mpi *mpi, const struct traffic *traffic, int3
     fail(mpi, SWATHE_DISAGREE, from,
          "rank %d sends %d bytes to rank %d, which expects %d: they do not hold the same plan",
          from, bytes, rank, expected);
-  if (scrap && !mpi->plugin->receive(message, scrap, bytes, &request)) {
-    const double until_s = now_s() + settle_s;
-    for (int idle = 0; !mpi->plugin->test(&request, &done) && !done && now_s() < until_s; idle++)
-      rest(idle);
-  }
-  if (done) free(scrap);
 }
 
 // OK, or the failure of this rank with its words.
@@ -304,7 +294,7 @@ static bool start_receives(struct mpi *mpi, struct traffic *traffic, int32_t pee
         mpi->plugin->match(mpi->communicator, peer, traffic->tag, &found, &from, &bytes, &message);
     if (!code && !found) break;
     if (!code && bytes != expected->first->bytes) {
-      fail_over_bytes(mpi, traffic, peer, bytes, expected->first->bytes, &message);
+      fail_over_bytes(mpi, traffic, peer, bytes, expected->first->bytes);
       break;
     }
     if (!code)
@@ -427,7 +417,7 @@ static enum swathe_status wait_for(struct mpi *mpi, struct traffic *traffic)
     pthread_mutex_lock(&mpi->mutex);
   }
   if (status) return status;
-  look_for_notice(mpi);  // a message of another size gets done too
+  look_for_notice(mpi);  // a small message of another size is sent before anyone sees its size
   return soundness(mpi);
 }
 

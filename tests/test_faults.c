@@ -35,6 +35,7 @@ enum fault {
   NO_POST,
   OTHER_WORDS,   // in a gather: another version, another sharding
   OTHER_GATHER,  // of another size
+  CALL_FAILS,   // the rank's own layer fails with messages under way
   FAULTS
 };
 
@@ -91,16 +92,18 @@ static enum swathe_status faulty_post(struct swathe_transport *transport,
 static enum swathe_status faulty_test(struct swathe_transport *transport, bool *done)
 {
   struct faulty *faulty = faulty_of(transport);
-  strike(faulty);
-  const enum swathe_status status = dead(faulty);
+  const enum fault fault = strike(faulty);
+  enum swathe_status status = dead(faulty);
+  if (!status && fault == CALL_FAILS) status = sw_fail(SWATHE_DEVICE, "the rank's device fails");
   return status ? status : faulty->below->operations->test(faulty->below, done);
 }
 
 static enum swathe_status faulty_wait(struct swathe_transport *transport)
 {
   struct faulty *faulty = faulty_of(transport);
-  strike(faulty);
-  const enum swathe_status status = dead(faulty);
+  const enum fault fault = strike(faulty);
+  enum swathe_status status = dead(faulty);
+  if (!status && fault == CALL_FAILS) status = sw_fail(SWATHE_DEVICE, "the rank's device fails");
   return status ? status : faulty->below->operations->wait(faulty->below);
 }
 
@@ -120,6 +123,11 @@ static enum swathe_status faulty_gather(struct swathe_transport *transport, cons
   return status;
 }
 
+static void faulty_abort(struct swathe_transport *transport, const char *why)
+{
+  faulty_of(transport)->below->operations->abort(faulty_of(transport)->below, why);
+}
+
 static void faulty_destroy(struct swathe_transport *transport) { (void)transport; }
 
 static const struct sw_transport_operations operations = {
@@ -128,6 +136,7 @@ static const struct sw_transport_operations operations = {
   .wait = faulty_wait,
   .gather = faulty_gather,
   .destroy = faulty_destroy,
+  .abort = faulty_abort,
 };
 
 // ---- Ranks -------------------------------------------------------------------------------------
@@ -317,6 +326,7 @@ static void faults_are_named(void **state)
     { DIES, 0, SWATHE_TIMEOUT, "did not come to a gather in 0.03 s: rank 1" },
     { DIES, 2, SWATHE_TIMEOUT, "waited 0.03 s for rank 1" },
     { LATE, 0, SWATHE_TIMEOUT, "did not come to a gather in 0.03 s: rank 1" },
+    { CALL_FAILS, 3, SWATHE_TRANSPORT, "rank 1 gave up: the rank's device fails" },
     { NO_POST, 2, SWATHE_DISAGREE, "they do not hold the same plan" },
   };
   (void)state;
