@@ -696,6 +696,153 @@ static void test_waiting_spoils_a_recording(void **state)
   end();
 }
 
+// ---- wgmma, in the layouts that its descriptors know
+
+// d[64][N] = a[64][64] b[N][64] transposed.  WIDTH: bytes of a line, 16 where there is no swizzle;
+// A_ROWS, B_ROWS: rows are contiguous in memory instead of k.
+static const char wgmma_source[] =
+  "typedef unsigned long long u64;\n"
+  "#define ASM(text) asm volatile(text ::: \"memory\")\n"
+  "extern __shared__ __align__(1024) unsigned char shared[];\n"
+  "static __device__ unsigned place(int row, int k, bool rows) {\n"
+  "  int byte = 2 * (rows ? row : k), line = rows ? k : row;\n"
+  "  unsigned at = (unsigned)(byte / WIDTH * 64 * WIDTH + line * WIDTH + byte % WIDTH);\n"
+  "  return WIDTH == 128 ? at ^ (at >> 3 & 0x70) : WIDTH == 64 ? at ^ (at >> 3 & 0x30)\n"
+  "       : WIDTH == 32 ? at ^ (at >> 3 & 0x10) : at;\n"
+  "}\n"
+  "static __device__ u64 descriptor(unsigned at, int k, bool rows) {\n"
+  "  u64 mode = WIDTH == 128 ? 1 : WIDTH == 64 ? 2 : WIDTH == 32 ? 3 : 0;\n"
+  "  unsigned panel = 64 * WIDTH, eight = 8 * WIDTH;\n"
+  "  at += rows ? k * WIDTH : 2 * k / WIDTH * panel + 2 * k % WIDTH;\n"
+  "  unsigned leading = rows && WIDTH == 16 ? eight : panel;\n"
+  "  unsigned stride = rows && WIDTH == 16 ? panel : eight;\n"
+  "  return (u64)(at >> 4 & 0x3fff) | (u64)(leading >> 4) << 16 | (u64)(stride >> 4) << 32 |\n"
+  "         mode << 62;\n"
+  "}\n"
+  "extern \"C\" __global__ void k(float *d, const unsigned short *in) {\n"
+  "  unsigned base = (unsigned)__cvta_generic_to_shared(shared);\n"
+  "  for (int i = threadIdx.x; i < 64 * 64; i += 128) {\n"
+  "    *(unsigned short *)(shared + place(i / 64, i % 64, A_ROWS)) = in[i];\n"
+  "    *(unsigned short *)(shared + 8192 + place(i / 64, i % 64, B_ROWS)) = in[4096 + i];\n"
+  "  }\n"
+  "  FENCE; BARRIER;\n"
+  "  float c[16];\n"
+  "  for (int i = 0; i < 16; i++) c[i] = 0;\n"
+  "  unsigned a[4][4], lane = threadIdx.x % 32, warp = threadIdx.x / 32;\n"
+  "  for (int s = 0; s < 4; s++) for (int i = 0; i < 4; i++)\n"
+  "    a[s][i] = *(const unsigned *)(in + (warp * 16 + lane / 4 + i % 2 * 8) * 64 + 16 * s +\n"
+  "                                  lane % 4 * 2 + i / 2 * 8);\n"
+  "  WGMMA_FENCE;\n"
+  "  for (int s = 0; s < 4; s++)\n"
+  "#if A_REGISTERS\n"
+  "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 \"\n"
+  "      \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, \"\n"
+  "      \"{%16,%17,%18,%19}, %20, 1, 1, 1, %21;\"\n"
+  "      : \"+f\"(c[0]), \"+f\"(c[1]), \"+f\"(c[2]), \"+f\"(c[3]), \"+f\"(c[4]), \"+f\"(c[5]),\n"
+  "        \"+f\"(c[6]), \"+f\"(c[7]), \"+f\"(c[8]), \"+f\"(c[9]), \"+f\"(c[10]), \"+f\"(c[11]),\n"
+  "        \"+f\"(c[12]), \"+f\"(c[13]), \"+f\"(c[14]), \"+f\"(c[15])\n"
+  "      : \"r\"(a[s][0]), \"r\"(a[s][1]), \"r\"(a[s][2]), \"r\"(a[s][3]),\n"
+  "        \"l\"(descriptor(base + 8192, 16 * s, B_ROWS)), \"n\"(B_ROWS));\n"
+  "#else\n"
+  "    asm volatile(\"wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 \"\n"
+  "      \"{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, \"\n"
+  "      \"%16, %17, 1, 1, 1, %18, %19;\"\n"
+  "      : \"+f\"(c[0]), \"+f\"(c[1]), \"+f\"(c[2]), \"+f\"(c[3]), \"+f\"(c[4]), \"+f\"(c[5]),\n"
+  "        \"+f\"(c[6]), \"+f\"(c[7]), \"+f\"(c[8]), \"+f\"(c[9]), \"+f\"(c[10]), \"+f\"(c[11]),\n"
+  "        \"+f\"(c[12]), \"+f\"(c[13]), \"+f\"(c[14]), \"+f\"(c[15])\n"
+  "      : \"l\"(descriptor(base, 16 * s, A_ROWS)),\n"
+  "        \"l\"(descriptor(base + 8192, 16 * s, B_ROWS)), \"n\"(A_ROWS), \"n\"(B_ROWS));\n"
+  "#endif\n"
+  "  asm volatile(\"wgmma.commit_group.sync.aligned;\" ::: \"memory\");\n"
+  "  WAIT;\n"
+  "  for (int i = 0; i < 16; i++)\n"
+  "    d[(warp * 16 + lane / 4 + i / 2 % 2 * 8) * 32 + i / 4 * 8 + lane % 4 * 2 + i % 2] = c[i];\n"
+  "}\n";
+
+// The status; *wrong: how many sums are not the product's.  Skips where there is no NVRTC.
+static int run_wgmma(const char *fault, int width, int a_rows, int b_rows, int a_registers,
+                     int *wrong)
+{
+  static uint16_t in[2 * 64 * 64];
+  static float d[64 * 32];
+  char settings[4][32];
+  bool missing;
+  snprintf(settings[0], 32, "-DWIDTH=%d", width);
+  snprintf(settings[1], 32, "-DA_ROWS=%d", a_rows);
+  snprintf(settings[2], 32, "-DB_ROWS=%d", b_rows);
+  snprintf(settings[3], 32, "-DA_REGISTERS=%d", a_registers);
+  const char *options[] = {
+    settings[0], settings[1], settings[2], settings[3],
+    strcmp(fault, "fence") ? "-DFENCE=ASM(\"fence.proxy.async.shared::cta;\")" : "-DFENCE=",
+    strcmp(fault, "barrier") ? "-DBARRIER=__syncthreads()" : "-DBARRIER=",
+    strcmp(fault, "wgmma fence") ? "-DWGMMA_FENCE=ASM(\"wgmma.fence.sync.aligned;\")"
+                                 : "-DWGMMA_FENCE=",
+    strcmp(fault, "wait") ? "-DWAIT=ASM(\"wgmma.wait_group.sync.aligned 0;\")" : "-DWAIT=" };
+  char *ptx = cuda_compile(wgmma_source, "sm_90a", options, 8, false, &missing);
+  if (missing) skip();
+  assert_non_null(ptx);
+  uint64_t in_at, d_at;
+  for (int i = 0; i < 2 * 64 * 64; i++) {
+    float x = (float)(i * 7 % 13 - 6);
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    in[i] = (uint16_t)(bits >> 16);
+  }
+  begin();
+  void *module, *function;
+  assert_int_equal(cuda.load(&module, ptx), 0);
+  free(ptx);
+  assert_int_equal(cuda.function(&function, module, "k"), 0);
+  assert_int_equal(cuda.allocate(&in_at, sizeof in), 0);
+  assert_int_equal(cuda.allocate(&d_at, sizeof d), 0);
+  assert_int_equal(cuda.to_device(in_at, in, sizeof in), 0);
+  void *params[] = { &d_at, &in_at };
+  assert_int_equal(cuda.launch(function, 1, 1, 1, 128, 1, 1, 16384, NULL, params, NULL), 0);
+  int status = cuda.synchronize();
+  *wrong = 0;
+  if (!status) assert_int_equal(cuda.to_host(d, d_at, sizeof d), 0);
+  for (int m = 0; m < 64 && !status; m++)
+    for (int n = 0; n < 32; n++) {
+      float sum = 0;
+      for (int k = 0; k < 64; k++)
+        sum += (float)((m * 64 + k) * 7 % 13 - 6) * (float)((4096 + n * 64 + k) * 7 % 13 - 6);
+      *wrong += d[m * 32 + n] != sum;
+    }
+  end();
+  return status;
+}
+
+static void test_wgmma_layouts(void **state)
+{
+  (void)state;
+  static const int widths[] = { 16, 32, 64, 128 };
+  setenv("EMULATOR_ARCH", "sm_90a", 1);
+  for (int w = 0; w < 4; w++)
+    for (int rows = 0; rows < 4; rows++)
+      for (int registers = 0; registers < (rows & 1 ? 1 : 2); registers++) {
+        int wrong, status = run_wgmma("", widths[w], rows & 1, rows >> 1, registers, &wrong);
+        if (status || wrong)
+          fail_msg("width %d, rows %d, registers %d: %d, %d wrong", widths[w], rows, registers,
+                   status, wrong);
+      }
+}
+
+static void test_wgmma_faults(void **state)
+{
+  (void)state;
+  static const struct { const char *fault, *words; } cases[] = {
+    { "fence", "fence.proxy.async" }, { "barrier", "no barrier between|never written" },
+    { "wgmma fence", "no wgmma.fence" }, { "wait", "wgmma not waited for" },
+  };
+  setenv("EMULATOR_ARCH", "sm_90a", 1);
+  setenv("EMULATOR_QUIET", "1", 1);
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    int wrong, status = run_wgmma(cases[i].fault, 128, 0, 0, 0, &wrong);
+    if (status != LAUNCH_FAILED || !says(cases[i].words))
+      fail_msg("%s: %d: %s", cases[i].fault, status, said());
+  }
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -707,6 +854,8 @@ int main(void)
     cmocka_unit_test_teardown(test_what_it_does_not_load, leave),
     cmocka_unit_test_teardown(test_launch_limits, leave),
     cmocka_unit_test_teardown(test_failures_on_demand, leave),
+    cmocka_unit_test_teardown(test_wgmma_layouts, leave),
+    cmocka_unit_test_teardown(test_wgmma_faults, leave),
     cmocka_unit_test_teardown(test_missing_wait_between_streams_shows, leave),
     cmocka_unit_test_teardown(test_null_stream, leave),
     cmocka_unit_test_teardown(test_reused_host_memory, leave),

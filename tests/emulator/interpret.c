@@ -736,6 +736,10 @@ static bool run_other(struct machine_block *block, struct machine_warp *warp,
     need_warp(block, warp, op, m);
     machine_wgmma_issue(block, warp, op, o);
     return false;
+  case CODE_WGMMA_FENCE:
+    need_warp(block, warp, op, m);
+    warp->wgmma_fenced = true;
+    return false;
   case CODE_WGMMA_COMMIT:
     need_warp(block, warp, op, m);
     warp->wgmma_commits++;

@@ -83,6 +83,7 @@ struct machine_warp {
   struct machine_wgmma *wgmmas;
   int wgmma_count, wgmma_room;
   uint32_t wgmma_commits;
+  bool wgmma_fenced;           // registers may be handed to wgmma
   uint32_t bulk_commits;
   unsigned char *local;        // [lane][local_bytes]
 };

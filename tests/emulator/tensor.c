@@ -136,7 +136,7 @@ void machine_movmatrix(struct machine_warp *warp, const uint32_t *o)
 
 // Where element (row, k) of an operand lies, from its descriptor.  K-major: rows of 16 k in units
 // of 8 rows; M/N-major: columns of k in units of 64 (by swizzle) rows.  All in bytes.
-struct operand { uint32_t start, leading, stride, swizzle; bool major_k; };
+struct operand { uint32_t start, leading, stride, swizzle, base; bool major_k; };
 
 static struct operand read_descriptor(uint64_t descriptor, bool transposed)
 {
@@ -148,6 +148,7 @@ static struct operand read_descriptor(uint64_t descriptor, bool transposed)
   };
   static const uint32_t bytes[] = { 16, 128, 64, 32 };  // none, then by the field's number
   operand.swizzle = bytes[descriptor >> 62];
+  operand.base = (uint32_t)(descriptor >> 49 & 7);
   return operand;
 }
 
@@ -197,7 +198,7 @@ static float fetch(struct machine_block *block, struct machine_warp *warp,
   uint32_t address = place(operand, row, k), offset = address - CODE_SHARED_BASE;
   uint16_t bits;
   memcpy(&bits, watch_shared(block, op, 0, address, 2), 2);
-  if (!(offset & 3))
+  if (!(offset & ((1u << block->code->grain_bits) - 1)))
     watch_operand(block, warp, op, offset, clock, MACHINE_TENSOR + warp->number / 4);
   return real(bits, op->type);
 }
@@ -213,6 +214,9 @@ static void run_wgmma(struct machine_block *block, struct machine_warp *warp,
   struct operand a_at = read_descriptor(wgmma->a_descriptor, !op->extra && flags[2]);
   struct operand b_at = read_descriptor(wgmma->b_descriptor, op->extra ? flags[2] : flags[3]);
   float a[16][16], b[8][16], c[16][8];
+  if (b_at.base || (!op->extra && a_at.base))
+    machine_fault(block, op, 0, MACHINE_LAUNCH_FAILED,
+                  "a descriptor has a base offset, which the emulator does not know");
   if (op->extra)
     for (int i = 0; i < 4; i++)
       unpack(&a[8 * (i & 1)][8 * (i >> 1)], 16, wgmma->a[i], op->type);
@@ -249,6 +253,8 @@ void machine_wgmma_issue(struct machine_block *block, struct machine_warp *warp,
   }
   if (warp->number % 4 == 0 && warp->number + 4 > block->warp_count)
     machine_fault(block, op, 0, MACHINE_LAUNCH_FAILED, "the warpgroup has fewer than 4 warps");
+  if (!warp->wgmma_fenced)
+    machine_fault(block, op, 0, MACHINE_LAUNCH_FAILED, "there was no wgmma.fence before");
   struct machine_wgmma *wgmma = &warp->wgmmas[warp->wgmma_count];
   uint32_t cells = (uint32_t)op->target / 2, at = cells;
   *wgmma = (struct machine_wgmma){ .op = op, .group = warp->wgmma_commits };
