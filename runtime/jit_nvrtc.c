@@ -57,8 +57,7 @@ struct sw_jit_nvrtc {
 #undef DECLARE
   char path[PATH_MAX], version[32], isas[512];
   pthread_mutex_t mutex;
-  pthread_cond_t ended;
-  int running;                  // threads, those that were given up among them
+  struct sw_jit_nvrtc_run *given_up;  // with `mutex`: runs that nobody waits for any more
 };
 
 static const char *const usual_places[] = {
@@ -133,21 +132,9 @@ enum swathe_status sw_jit_nvrtc_open(struct sw_jit_nvrtc **nvrtc_out)
     return sw_fail(SWATHE_COMPILE, "this NVRTC is too old, or none: it has no %s", missing);
   }
   pthread_mutex_init(&nvrtc->mutex, NULL);
-  pthread_cond_init(&nvrtc->ended, NULL);
   describe(nvrtc);
   *nvrtc_out = nvrtc;
   return SWATHE_OK;  // the library stays open for good: others of the process may use it
-}
-
-void sw_jit_nvrtc_close(struct sw_jit_nvrtc *nvrtc)
-{
-  if (!nvrtc) return;
-  pthread_mutex_lock(&nvrtc->mutex);
-  while (nvrtc->running) pthread_cond_wait(&nvrtc->ended, &nvrtc->mutex);
-  pthread_mutex_unlock(&nvrtc->mutex);
-  pthread_mutex_destroy(&nvrtc->mutex);
-  pthread_cond_destroy(&nvrtc->ended);
-  free(nvrtc);
 }
 
 const char *sw_jit_nvrtc_path(const struct sw_jit_nvrtc *nvrtc) { return nvrtc->path; }
@@ -157,7 +144,9 @@ const char *sw_jit_nvrtc_isas(const struct sw_jit_nvrtc *nvrtc) { return nvrtc->
 // ---- One compilation, in its thread ------------------------------------------------------------
 
 struct sw_jit_nvrtc_run {
+  struct sw_jit_nvrtc_run *next;  // of those that were given up
   struct sw_jit_nvrtc *nvrtc;
+  pthread_t thread;
   char *source, *flags;         // flags are cut into words
   char name[80], isa[32];       // name: "forward.cu"
   double started;
@@ -165,7 +154,7 @@ struct sw_jit_nvrtc_run {
 
   pthread_mutex_t mutex;
   pthread_cond_t ends;
-  bool ended, given_up;         // the later of the two frees the run
+  bool ended;
   enum swathe_status status;    // what came of it, from here on
   char words[1024];
   char *log;
@@ -289,7 +278,6 @@ static enum swathe_status compile(struct sw_jit_nvrtc_run *run)
 static void *work(void *arg)
 {
   struct sw_jit_nvrtc_run *run = arg;
-  struct sw_jit_nvrtc *nvrtc = run->nvrtc;
   setpriority(PRIO_PROCESS, 0, PRIORITY);  // on Linux of this thread alone; a wish
   const enum swathe_status status = compile(run);
 
@@ -298,35 +286,61 @@ static void *work(void *arg)
   if (status) snprintf(run->words, sizeof run->words, "%s", swathe_error());
   run->seconds = sw_jit_cc_now() - run->started;
   run->ended = true;
-  const bool given_up = run->given_up;
   pthread_cond_signal(&run->ends);
   pthread_mutex_unlock(&run->mutex);
-  if (given_up) free_run(run);
-
-  pthread_mutex_lock(&nvrtc->mutex);
-  nvrtc->running--;
-  pthread_cond_broadcast(&nvrtc->ended);
-  pthread_mutex_unlock(&nvrtc->mutex);
   return NULL;
 }
 
 // ---- One compilation, from outside -------------------------------------------------------------
 
-// Detached, with every signal blocked: the process' handlers are not for it.
+bool sw_jit_nvrtc_done(struct sw_jit_nvrtc_run *run)
+{
+  pthread_mutex_lock(&run->mutex);
+  const bool ended = run->ended;
+  pthread_mutex_unlock(&run->mutex);
+  return ended;
+}
+
+// Waits for the thread's very end: what NVRTC keeps for a thread is gone then, too.
+static void join(struct sw_jit_nvrtc_run *run)
+{
+  pthread_join(run->thread, NULL);
+  free_run(run);
+}
+
+// Frees runs that were given up: those that have ended, or all.
+static void reap(struct sw_jit_nvrtc *nvrtc, bool all)
+{
+  pthread_mutex_lock(&nvrtc->mutex);
+  for (struct sw_jit_nvrtc_run **link = &nvrtc->given_up, *run; (run = *link) != NULL;) {
+    if (!all && !sw_jit_nvrtc_done(run)) {
+      link = &run->next;
+      continue;
+    }
+    *link = run->next;
+    join(run);
+  }
+  pthread_mutex_unlock(&nvrtc->mutex);
+}
+
+void sw_jit_nvrtc_close(struct sw_jit_nvrtc *nvrtc)
+{
+  if (!nvrtc) return;
+  reap(nvrtc, true);
+  pthread_mutex_destroy(&nvrtc->mutex);
+  free(nvrtc);
+}
+
+// With every signal blocked: the process' handlers are not for it.
 static int start_thread(struct sw_jit_nvrtc_run *run)
 {
-  pthread_t thread;
   pthread_attr_t attributes;
   sigset_t all, before;
   pthread_attr_init(&attributes);
-  pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
   pthread_attr_setstacksize(&attributes, STACK_BYTES);
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  pthread_mutex_lock(&run->nvrtc->mutex);
-  const int error = pthread_create(&thread, &attributes, work, run);
-  run->nvrtc->running += error == 0;
-  pthread_mutex_unlock(&run->nvrtc->mutex);
+  const int error = pthread_create(&run->thread, &attributes, work, run);
   pthread_sigmask(SIG_SETMASK, &before, NULL);
   pthread_attr_destroy(&attributes);
   return error;
@@ -352,6 +366,7 @@ enum swathe_status sw_jit_nvrtc_start(struct sw_jit_nvrtc *nvrtc, const char *na
   if (!compiles_for(nvrtc, isa))
     return sw_fail(SWATHE_COMPILE, "%s does not compile for %s; it does for %s", nvrtc->version,
                    isa, nvrtc->isas);
+  reap(nvrtc, false);
   struct sw_jit_nvrtc_run *run = calloc(1, sizeof *run);
   if (!run) return sw_fail(SWATHE_NO_MEMORY, "no memory to compile %s", name);
   pthread_mutex_init(&run->mutex, NULL);
@@ -375,23 +390,19 @@ enum swathe_status sw_jit_nvrtc_start(struct sw_jit_nvrtc *nvrtc, const char *na
   return SWATHE_OK;
 }
 
-bool sw_jit_nvrtc_done(struct sw_jit_nvrtc_run *run)
-{
-  pthread_mutex_lock(&run->mutex);
-  const bool ended = run->ended;
-  pthread_mutex_unlock(&run->mutex);
-  return ended;
-}
-
-// The later of caller and thread frees the run.
+// The caller's part is over: what has not ended is told to, and waits in a list for its end.
 static void leave(struct sw_jit_nvrtc_run *run)
 {
+  struct sw_jit_nvrtc *nvrtc = run->nvrtc;
+  if (sw_jit_nvrtc_done(run)) {
+    join(run);
+    return;
+  }
   atomic_store(&run->stop, true);
-  pthread_mutex_lock(&run->mutex);
-  run->given_up = true;
-  const bool ended = run->ended;
-  pthread_mutex_unlock(&run->mutex);
-  if (ended) free_run(run);
+  pthread_mutex_lock(&nvrtc->mutex);
+  run->next = nvrtc->given_up;
+  nvrtc->given_up = run;
+  pthread_mutex_unlock(&nvrtc->mutex);
 }
 
 enum swathe_status sw_jit_nvrtc_finish(struct sw_jit_nvrtc_run *run, double deadline_s,
