@@ -35,14 +35,21 @@ local function window_keys(c)
 end
 
 -- A forward tile's numbers, from its knobs and the facts.
-local forward_tile = {
+local forward_tile
+forward_tile = {
   rows = function(c) return c.warps * c.warp_rows end,
   one_tile = function(c, tokens) return window_keys(c) + tokens - 1 <= c.block_k and 1 or 0 end,
   q_bytes = function(c)
     return c.warps * c.warp_rows * math.max(pitch(c.head_dim_qk), pitch(c.head_dim_v)) * 16
   end,
-  stage_bytes = function(c)
-    return c.block_k * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) * 16
+  shared_bytes = function(c, keys)
+    return (c.strip > 1 and 2 or 1) * forward_tile.q_bytes(c) +
+           keys * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) * 16
+  end,
+  -- keys whose rows are in shared memory
+  keys = function(c, one_tile, tokens)
+    if one_tile == 1 then return c.block_k + (c.strip - 1) * tokens end
+    return c.stages * c.block_k
   end,
   -- S and O, or P and O where no running maximum needs O while there is S; operands, addresses (one
   -- stage needs more: the compiler then keeps what depends on the stage)
@@ -75,9 +82,9 @@ local forward_tile = {
 function forward_tile.candidates(c)
   local list = {}
   local function add(pack, warps, warp_rows, block_k)
-    for stages = 1, 2 do
+    for _, ahead in ipairs { { 1, 1 }, { 2, 1 }, { 1, 4 } } do
       list[#list + 1] = { pack = pack, warps = warps, warp_rows = warp_rows, block_k = block_k,
-                          stages = stages, q_in_regs = 0, min_blocks = 1 }
+                          stages = ahead[1], strip = ahead[2], q_in_regs = 0, min_blocks = 1 }
     end
   end
   for _, shape in ipairs { { 2, 16 }, { 4, 16 }, { 8, 16 }, { 4, 32 } } do
@@ -101,16 +108,17 @@ function forward_tile.cost(c, knobs)
   local rows = forward_tile.rows(knobs)
   local tokens = rows // knobs.pack
   local one_tile = forward_tile.one_tile(knobs, tokens)
-  local shared = forward_tile.q_bytes(knobs) + knobs.stages * forward_tile.stage_bytes(knobs)
+  local shared = forward_tile.shared_bytes(knobs, forward_tile.keys(knobs, one_tile, tokens))
   local registers = forward_tile.registers(knobs, one_tile)
   if shared > c.most_shared_bytes or registers > 255 then return nil end
   if one_tile == 1 and knobs.stages > 1 then return nil end
+  if knobs.strip > 1 and (one_tile == 0 or tokens % 8 ~= 0) then return nil end
   local blocks = math.min((c.most_shared_bytes + 1024) // (shared + 1024),
                           c.most_registers // ((registers + 7) // 8 * 8 * 32 * knobs.warps))
   -- a product; the operands it shares with the other band of a warp; the keys' way to the block,
   -- once for all its rows; what goes by tiles, not by keys; loads that nothing else hides
   local keys = 16 / knobs.warp_rows + 48 / rows +
-               (one_tile == 1 and 0 or 12 / knobs.block_k + 0.2 / knobs.stages)
+               (one_tile == 1 and 0.4 / knobs.strip or 12 / knobs.block_k + 0.2 / knobs.stages)
   return forward_tile.counted(knobs, tokens) / 1000 * (1 + keys) *
          (1 + 1 / (knobs.warps * blocks))
 end
@@ -459,6 +467,8 @@ return {
         { "block_k",    { 16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240,
                           256 },                    "keys of a tile" },
         { "stages",     { 1, 2, 3 },                "tiles of keys and values in shared memory" },
+        { "strip",      { 1, 2, 4, 8, 16 },         "tiles of queries of a block, where one of "
+                                                    .. "keys serves each" },
         { "q_in_regs",  { 0, 1 },                   "whether queries stay in registers" },
         { "min_blocks", { 1, 2, 3, 4 },  "blocks of a multiprocessor that registers must do for" },
       },
@@ -469,9 +479,12 @@ return {
         { "one_tile",    function(c) return forward_tile.one_tile(c, c.tile_tokens) end,
           "whether all keys of a tile of queries fit one tile" },
         { "q_bytes",     forward_tile.q_bytes,      "the queries of a tile, later its out" },
-        { "shared_bytes", function(c)
-            return c.q_bytes + c.stages * forward_tile.stage_bytes(c)
-          end, "of a block" },
+        { "q_tiles",     function(c) return c.strip > 1 and 2 or 1 end,
+          "of queries in shared memory" },
+        { "keys",        function(c) return forward_tile.keys(c, c.one_tile, c.tile_tokens) end,
+          "whose rows are in shared memory" },
+        { "shared_bytes", function(c) return forward_tile.shared_bytes(c, c.keys) end,
+          "of a block" },
         { "thread_registers", function(c) return forward_tile.registers(c, c.one_tile) end,
           "of a thread, about" },
         { "counted_permille", function(c) return forward_tile.counted(c, c.tile_tokens) end,
@@ -488,6 +501,12 @@ return {
           end },
         { "one tile of keys needs one stage", function(c)
             return c.one_tile == 0 or c.stages == 1
+          end },
+        { "a strip has one tile of keys for each of queries", function(c)
+            return c.strip == 1 or c.one_tile == 1
+          end },
+        { "a strip's tiles start at multiples of 8 keys", function(c)
+            return c.strip == 1 or c.tile_tokens % 8 == 0
           end },
       },
       prefer = {

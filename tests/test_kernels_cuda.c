@@ -897,7 +897,8 @@ static void gradients_with_any_knobs(void **state)
   differentiate(backward_knobs, COUNT(backward_knobs));
 }
 
-#define SMALL_64 "pack=2,warps=2,warp_rows=16,block_k=32,"   // tiles of 16 queries and 32 keys
+// tiles of 16 queries and 32 keys
+#define SMALL_64 "pack=2,warps=2,warp_rows=16,block_k=32,strip=1,"
 
 // Windows around multiples of a tile of keys and of 64; each way of loading and waiting.
 static const struct scene_row forward_tiles[] = {
@@ -910,9 +911,25 @@ static const struct scene_row forward_tiles[] = {
   { WIDE_64 "window_left=17", SMALL_64 "stages=1", 130, 1, 1, 60, 1, false },   // a key too wide
   { WIDE_64 "window_left=0,window_right=40", SMALL_64 "stages=2", 130, 1, 1, 70, 0, false },
   // the third warp's first query sees the first tile's last key, and of that tile nothing else
-  { WIDE_64 "window_left=17", "pack=1,warps=4,warp_rows=16,block_k=16,stages=2", 130, 1, 1, 130, 0,
+  { WIDE_64 "window_left=17", "pack=1,warps=4,warp_rows=16,block_k=16,stages=2,strip=1", 130, 1, 1,
+    130, 0,
     false },
-  { GPT_64 "window_left=40", "warps=2,warp_rows=32,block_k=32,stages=2", 130, 1, 1, 70, 0, true },
+  { GPT_64 "window_left=40", "warps=2,warp_rows=32,block_k=32,stages=2,strip=1", 130, 1, 1, 70,
+    0, true },
+};
+
+// Strips: whole ones and parts, across holes, at both ends of documents.
+#define STRIP_64 "pack=2,warps=2,warp_rows=16,block_k=32,stages=1,"
+
+static const struct scene_row forward_strips[] = {
+  { WIDE_64 "window_left=16", STRIP_64 "strip=1", 130, 1, 1, 60, 0, false },
+  { WIDE_64 "window_left=16", STRIP_64 "strip=2", 130, 1, 1, 60, 0, false },
+  { WIDE_64 "window_left=16", STRIP_64 "strip=4,q_in_regs=1", 130, 2, 2, 100, 0, true },
+  { WIDE_64 "window_left=15", STRIP_64 "strip=4", 130, 1, 1, 130, 1, true },
+  { WIDE_64 "window_left=9,window_right=7", STRIP_64 "strip=8", 200, 1, 1, 190, 0, false },
+  { WIDE_64 "window_left=0,window_right=16", STRIP_64 "strip=4", 130, 3, 1, 100, 8, true },
+  { GPT_64 "window_left=40", "pack=4,warps=2,warp_rows=32,block_k=64,strip=4", 150, 1, 1, 140, 0,
+    false },
 };
 
 static const struct scene_row forward_shapes[] = {
@@ -947,6 +964,13 @@ static void forward_around_tiles(void **state)
   (void)state;
   need_cuda();
   for (size_t i = 0; i < COUNT(forward_tiles); i++) run_scene(&forward_tiles[i], run_forward);
+}
+
+static void forward_in_strips(void **state)
+{
+  (void)state;
+  need_cuda();
+  for (size_t i = 0; i < COUNT(forward_strips); i++) run_scene(&forward_strips[i], run_forward);
 }
 
 static void forward_of_all_shapes(void **state)
@@ -1206,7 +1230,8 @@ static int close_context(void **state)
 int main(void)
 {
   const struct CMUnitTest tests[] = {
-    cmocka_unit_test(forward_around_tiles),     cmocka_unit_test(forward_of_all_shapes),
+    cmocka_unit_test(forward_around_tiles),     cmocka_unit_test(forward_in_strips),
+    cmocka_unit_test(forward_of_all_shapes),
     cmocka_unit_test(gradients_in_any_window),  cmocka_unit_test(gradients_of_any_shape),
     cmocka_unit_test(gradients_with_any_knobs), cmocka_unit_test(sums_are_gathered),
     cmocka_unit_test(keys_are_packed),          cmocka_unit_test(gaps_are_filled),

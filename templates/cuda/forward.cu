@@ -1,18 +1,22 @@
 // forward.cu: out = softmax(scale * q k^T + mask) v and lse, each query against its band of keys.
 //
-// A block has a tile: TILE_TOKENS query positions times PACK query heads of one key head, ROWS in
-// all, WARP_ROWS to a warp.  Row m is query m / PACK, head m % PACK.  Its keys come in tiles of
-// BLOCK_K, the first of which starts at the first key that the tile sees; where the window of the
-// whole tile fits one (ONE_TILE) there is no running maximum to follow.
+// A tile is TILE_TOKENS query positions times PACK query heads of one key head, ROWS in all,
+// WARP_ROWS to a warp.  Row m is query m / PACK, head m % PACK.  A block has
+//
+//   a tile, whose keys come in tiles of BLOCK_K with a running maximum; the first one starts at the
+//   first key that the tile of queries sees;
+//   or, where the whole window of a tile of queries fits BLOCK_K (ONE_TILE), a strip of STRIP
+//   tiles, one after the other.  Their windows overlap: each key is loaded once, and before it is
+//   needed.
 //
 //   q, out   [batch][token][kv_heads * GQA][HEAD_DIM_QK or HEAD_DIM_V] elem, by strides
 //   lse      [batch][token][kv_heads * GQA] float, natural logarithm
 //   k, v     runs of keys, each with its first position
 //   max_logits   NULL, or [unit][batch][kv_heads * GQA] float: grows to each head's largest score
 //
-// In shared memory: Q [ROWS][HEAD_DIM_QK], later out [ROWS][HEAD_DIM_V]; STAGES times K [BLOCK_K]
-// [HEAD_DIM_QK] and V [BLOCK_K][HEAD_DIM_V], which are asked for ahead: K and V of a tile are a
-// group of copies each, and every step commits both, be they empty.  S, P and O stay in registers.
+// In shared memory: Q [ROWS][HEAD_DIM_QK], later out [ROWS][HEAD_DIM_V], twice in a strip of
+// several tiles; K [KEYS][HEAD_DIM_QK] and V [KEYS][HEAD_DIM_V], where KEYS is STAGES times
+// BLOCK_K, or all that a strip sees.  S, P and O stay in registers.
 
 enum {
   STEPS_QK = CHUNKS(HEAD_DIM_QK) / 2,  // products of 16 dims
@@ -22,13 +26,15 @@ enum {
   GROUPS   = GQA / PACK,
   K_BYTES  = TILE_BYTES(BLOCK_K, HEAD_DIM_QK),
   V_BYTES  = TILE_BYTES(BLOCK_K, HEAD_DIM_V),
+  BLOCK_TOKENS = STRIP * TILE_TOKENS,
 };
 static_assert(Q_BYTES >= TILE_BYTES(ROWS, HEAD_DIM_QK) && Q_BYTES >= TILE_BYTES(ROWS, HEAD_DIM_V),
               "Q's place holds Q and out");
-static_assert(SHARED_BYTES >= Q_BYTES + STAGES * (K_BYTES + V_BYTES), "all tiles have a place");
+static_assert(SHARED_BYTES >= Q_TILES * Q_BYTES + TILE_BYTES(KEYS, HEAD_DIM_QK) +
+                                  TILE_BYTES(KEYS, HEAD_DIM_V), "all tiles have a place");
 
 extern "C" {
-__device__ struct sw_cuda_launch forward_launch = { THREADS, SHARED_BYTES, TILE_TOKENS, GROUPS };
+__device__ struct sw_cuda_launch forward_launch = { THREADS, SHARED_BYTES, BLOCK_TOKENS, GROUPS };
 }
 
 // What a warp holds of its rows.  Of each 16 rows a lane has two, `r` of 0 and 1: rows lane / 4 and
@@ -245,10 +251,10 @@ DEVICE float finish_row(const struct sw_attention_args &args, const struct place
   if (writes)
     *float_at(args.lse, row, head, place.batch) =
         some ? (top + log2_of(sum)) * LN2 : -__int_as_float(0x7f800000);
-  return some ? share / sum : 0;
+  return some ? share * reciprocal(sum) : 0;
 }
 
-// Rounds the warp's rows of out and lays them where Q was, which nobody has read since a barrier.
+// Rounds the warp's rows of out and lays them where Q was.
 DEVICE void lay_out(unsigned tile, const struct part &part, const struct rows &rows,
                     float factor[BANDS][2]) {
 #pragma unroll
@@ -286,12 +292,12 @@ DEVICE void store_out(unsigned tile, const struct part &part, const struct sw_vi
     });
 }
 
-// ---- the kernel ---------------------------------------------------------------------------------
+// ---- a block ------------------------------------------------------------------------------------
 
 // The block's first query, counted from its unit's, and first head.  What follows from them is read
 // again where it is needed: registers are scarcer than loads.
 DEVICE sw_int64 first_token(const struct place &place) {
-  return (sw_int64)(place.y / GROUPS) * TILE_TOKENS;
+  return (sw_int64)(place.y / GROUPS) * BLOCK_TOKENS;
 }
 DEVICE sw_int64 first_head(const struct place &place) {
   return place.kv_head * GQA + place.y % GROUPS * PACK;
@@ -303,23 +309,152 @@ DEVICE sw_int64 first_position(const struct place &place) {
   return place.unit->position + first_token(place);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-forward(const __grid_constant__ struct sw_cuda_args all) {
-  const struct sw_attention_args &args = all.attention;
-  struct place place = place_of_block(all);
-  sw_int64 left = place.unit->tokens - first_token(place);
-  if (left <= 0) return;
-  int tokens = left < TILE_TOKENS ? (int)left : TILE_TOKENS;
+// The queries of tile `t` of the block.
+DEVICE int tokens_of(const struct place &place, int t) {
+  sw_int64 left = place.unit->tokens - first_token(place) - t * TILE_TOKENS;
+  return left < TILE_TOKENS ? (int)left : TILE_TOKENS;
+}
 
-  int thread = (int)threadIdx.x;
+DEVICE void load_tile(unsigned q_tile, const struct sw_attention_args &args,
+                      const struct place &place, int t) {
+  load_queries(q_tile, ROWS, HEAD_DIM_QK, args.q, first_row(place) + t * TILE_TOKENS,
+               tokens_of(place, t), first_head(place), PACK, place.batch, (int)threadIdx.x,
+               THREADS);
+}
+
+DEVICE struct part part_of(const struct sw_attention_args &args, int tokens) {
+  struct part part;
+  part.row = (int)threadIdx.x / 32 * WARP_ROWS;
+  part.q_begin = part.row / PACK;
+  part.q_end = (part.row + WARP_ROWS - 1) / PACK + 1;
+  if (part.q_end > tokens) part.q_end = tokens;
+  float factor = SOFTCAP ? args.scale / args.softcap : args.scale * LOG2E;
+  part.factor = larger(fabsf(factor), 1e-37f);   // not 0, which would undo UNSEEN
+  part.flip = factor < 0 ? 0x80008000 : 0;
+  return part;
+}
+
+DEVICE void begin_rows(struct rows &rows) {
+#pragma unroll
+  for (int m = 0; m < BANDS; m++) {
+#pragma unroll
+    for (int d = 0; d < 2 * PAIRS_V; d++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) rows.o[m][d][e] = 0;
+#pragma unroll
+    for (int r = 0; r < 2; r++) rows.top[m][r] = LOWEST, rows.sum[m][r] = 0;
+  }
+}
+
+// Writes the tile's out and lse, and grows the largest scores.
+DEVICE void finish_tile(unsigned q_tile, const struct sw_cuda_args &all, const struct part &part,
+                        const struct rows &rows, int t) {
+  struct place place = place_again(all);
+  sw_int64 row = first_row(place) + t * TILE_TOKENS, head = first_head(place);
+  int rows_there = tokens_of(place, t) * PACK;
+  float shares[BANDS][2];
+#pragma unroll
+  for (int m = 0; m < BANDS; m++)
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      int at = row_of(part, m, r);
+      shares[m][r] = finish_row(all.attention, place, rows.top[m][r], row_sum(rows.sum[m][r]),
+                                row + at / PACK, head + at % PACK,
+                                at < rows_there && lane() % 4 == 0);
+    }
+  warp_sync();                                    // all lanes have read the warp's rows of Q
+  lay_out(q_tile, part, rows, shares);
+  warp_sync();                                    // the warp's rows of out are there
+  store_out(q_tile, part, all.attention.out, row, head, place.batch, rows_there);
+}
+
+//@ if ONE_TILE == 1 then
+// ---- a strip ------------------------------------------------------------------------------------
+
+// Row r of K and of V is the key at the first position that the block's first query sees, plus r,
+// so tile t of queries starts at row t * TILE_TOKENS.  `rows` of them from `from` on:
+DEVICE void load_strip(unsigned k_tile, int from, int rows, bool values,
+                       const struct sw_cuda_args &all, const struct place &place) {
+  struct key_tile keys = keys_at(all.attention, place.unit,
+                                 keys_of_some(first_position(place), 1).begin + from, rows);
+  int dim = values ? HEAD_DIM_V : HEAD_DIM_QK;
+  load_keys(k_tile + TILE_BYTES(from, dim), rows, dim, values, keys, all, place, (int)threadIdx.x,
+            THREADS);
+}
+
+// Groups of copies: the first tile's Q and K, its V, then the keys that each further tile adds; a
+// later tile's Q while the one before it is worked on.
+DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &place) {
+  const struct sw_attention_args &args = all.attention;
+  unsigned q_tiles = shared_start(), k_rows = q_tiles + Q_TILES * Q_BYTES;
+  unsigned v_rows = k_rows + TILE_BYTES(KEYS, HEAD_DIM_QK);
+  sw_int64 left = place.unit->tokens - first_token(place);
+  int tiles = left < BLOCK_TOKENS ? (int)(left + TILE_TOKENS - 1) / TILE_TOKENS : STRIP;
+
+  load_tile(q_tiles, args, place, 0);
+  load_strip(k_rows, 0, BLOCK_K, false, all, place);
+  copy_commit();
+  load_strip(v_rows, 0, BLOCK_K, true, all, place);
+  copy_commit();
+#pragma unroll 1
+  for (int t = 1; t < STRIP; t++) {
+    if (t < tiles) {
+      load_strip(k_rows, BLOCK_K + (t - 1) * TILE_TOKENS, TILE_TOKENS, false, all, place);
+      load_strip(v_rows, BLOCK_K + (t - 1) * TILE_TOKENS, TILE_TOKENS, true, all, place);
+    }
+    copy_commit();
+  }
+
+#pragma unroll 1
+  for (int t = 0; t < STRIP && t < tiles; t++) {
+    if (t == 0) copy_wait(STRIP);                 // all but the first tile's V and what comes after
+    else copy_wait(0);
+    block_sync();                                 // Q and K are there; the tile before is done with
+    unsigned q_tile = q_tiles + t % 2 * Q_BYTES;
+    struct place place = place_again(all);
+    if (t + 1 < tiles) load_tile(q_tiles + (t + 1) % 2 * Q_BYTES, args, place, t + 1);
+    copy_commit();
+
+    struct part part = part_of(args, tokens_of(place, t));
+    sw_int64 position = first_position(place) + t * TILE_TOKENS;
+    struct key_tile keys = keys_at(args, place.unit, keys_of_some(position, 1).begin, BLOCK_K);
+    struct band band = band_of(position, keys.first);
+    bool seen = some_see_some(band, part.q_begin, part.q_end, keys.keys);
+    struct weights weights;
+    struct rows rows;
+    begin_rows(rows);
+    if (seen) {
+      float s[BANDS][2 * STEPS_K][4];
+      queries q;
+      take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK), part.flip);
+      score_keys(s, q, k_rows + TILE_BYTES(t * TILE_TOKENS, HEAD_DIM_QK), part.flip);
+      finish_scores(s, part, args, keys, band);
+      exponentiate(s, part.factor, rows);
+      round_weights(weights, s);
+    }
+    if (t == 0) {
+      copy_wait(STRIP);                           // the V of the first tile, for all warps
+      block_sync();
+    }
+    if (seen) weigh_values(rows, weights, v_rows + TILE_BYTES(t * TILE_TOKENS, HEAD_DIM_V));
+    finish_tile(q_tile, all, part, rows, t);
+  }
+}
+
+//@ else
+// ---- a tile -------------------------------------------------------------------------------------
+
+// K and V of a tile of keys are a group of copies each, and every step commits both, be they empty.
+DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &place) {
+  const struct sw_attention_args &args = all.attention;
   unsigned q_tile = shared_start(), k_tiles = q_tile + Q_BYTES;
   unsigned v_tiles = k_tiles + STAGES * K_BYTES;
+  int thread = (int)threadIdx.x, tokens = tokens_of(place, 0);
+
+  load_tile(q_tile, args, place, 0);
   struct key_tile keys = first_keys(args, place.unit, keys_of_some(first_position(place), tokens),
                                     BLOCK_K);
   struct key_tile ahead = keys;
-
-  load_queries(q_tile, ROWS, HEAD_DIM_QK, args.q, first_row(place), tokens, first_head(place), PACK,
-               place.batch, thread, THREADS);
 #pragma unroll
   for (int stage = 0; stage < (STAGES > 1 ? STAGES - 1 : 1); stage++) {
     if (ahead.keys)
@@ -333,26 +468,9 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     if (ahead.keys) next_keys(ahead, args.runs, BLOCK_K);
   }
 
-  struct part part;
-  part.row = thread / 32 * WARP_ROWS;
-  part.q_begin = part.row / PACK;
-  part.q_end = (part.row + WARP_ROWS - 1) / PACK + 1;
-  if (part.q_end > tokens) part.q_end = tokens;
-  float factor = SOFTCAP ? args.scale / args.softcap : args.scale * LOG2E;
-  part.factor = larger(fabsf(factor), 1e-37f);   // not 0, which would undo UNSEEN
-  part.flip = factor < 0 ? 0x80008000 : 0;
-
+  struct part part = part_of(args, tokens);
   struct rows rows;
-#pragma unroll
-  for (int m = 0; m < BANDS; m++) {
-#pragma unroll
-    for (int d = 0; d < 2 * PAIRS_V; d++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) rows.o[m][d][e] = 0;
-#pragma unroll
-    for (int r = 0; r < 2; r++) rows.top[m][r] = LOWEST, rows.sum[m][r] = 0;
-  }
-
+  begin_rows(rows);
   queries q;
 //@ if Q_IN_REGS == 1 then
   copy_wait(2 * (STAGES > 1 ? STAGES - 1 : 1) - 1);
@@ -360,15 +478,9 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
 //@ end
   take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK), part.flip);
 
-  bool alone = keys.keys == 0;
-//@ if ONE_TILE == 1 then
-  if (keys.keys) {
-    const unsigned k_tile = k_tiles, v_tile = v_tiles;
-//@ else
 #pragma unroll 1
   for (int stage = 0; keys.keys; stage = stage + 1 < STAGES ? stage + 1 : 0) {
     const unsigned k_tile = k_tiles + stage * K_BYTES, v_tile = v_tiles + stage * V_BYTES;
-//@ end
     copy_wait(STAGES > 1 ? 2 * STAGES - 3 : 1);   // this tile's K is there, for all warps,
     block_sync();                                 // and the stage before it is free again
 //@ if STAGES > 1 then
@@ -387,7 +499,7 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     bool seen = some_see_some(band, part.q_begin, part.q_end, keys.keys);
     float s[BANDS][2 * STEPS_K][4];
     if (seen) score_keys(s, q, k_tile, part.flip);
-//@ if STAGES == 1 and ONE_TILE == 0 then
+//@ if STAGES == 1 then
     block_sync();                                 // all have read K: the next may come
     if (ahead.keys)
       load_keys(k_tile, BLOCK_K, HEAD_DIM_QK, false, ahead, all, place, thread, THREADS);
@@ -399,14 +511,10 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
       exponentiate(s, part.factor, rows);
       round_weights(weights, s);
     }
-//@ if ONE_TILE == 1 then
-    copy_wait(0);                                 // nothing is asked for ahead
-//@ else
     copy_wait(STAGES > 1 ? 2 * STAGES - 2 : 1);
-//@ end
     block_sync();                                 // its V too
     if (seen) weigh_values(rows, weights, v_tile);
-//@ if STAGES == 1 and ONE_TILE == 0 then
+//@ if STAGES == 1 then
     block_sync();                                 // all have read V
     if (ahead.keys) {
       load_keys(v_tile, BLOCK_K, HEAD_DIM_V, true, ahead, all, place, thread, THREADS);
@@ -414,28 +522,18 @@ forward(const __grid_constant__ struct sw_cuda_args all) {
     }
     copy_commit();
 //@ end
-//@ if ONE_TILE == 0 then
     next_keys(keys, args.runs, BLOCK_K);
-//@ end
   }
-  if (alone) {                                    // no key: Q is still under way
-    copy_wait(0);
-    block_sync();
-  }
+  copy_wait(0);                                   // Q at least is on its way where there is no key
+  block_sync();
+  finish_tile(q_tile, all, part, rows, 0);
+}
 
-  place = place_again(all);
-  sw_int64 row = first_row(place), head = first_head(place);
-  float shares[BANDS][2];
-#pragma unroll
-  for (int m = 0; m < BANDS; m++)
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      int at = row_of(part, m, r);
-      bool exists = at < tokens * PACK;
-      shares[m][r] = finish_row(args, place, rows.top[m][r], row_sum(rows.sum[m][r]),
-                                row + at / PACK, head + at % PACK, exists && thread % 4 == 0);
-    }
-  lay_out(q_tile, part, rows, shares);
-  warp_sync();                                    // the warp's rows of out are there
-  store_out(q_tile, part, args.out, row, head, place.batch, tokens * PACK);
+//@ end
+// ---- the kernel ---------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+forward(const __grid_constant__ struct sw_cuda_args all) {
+  struct place place = place_of_block(all);
+  if (first_token(place) < place.unit->tokens) forward_block(all, place);
 }

@@ -54,7 +54,7 @@ DEVICE void copy_async_word(unsigned to, const void *from, bool some) {
 // Closes the group of the copies this thread asked for since the last.
 DEVICE void copy_commit(void) { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Until at most the last `groups` groups of this thread are under way; a constant.
-#define copy_wait(groups) asm volatile("cp.async.wait_group %0;" :: "n"(groups) : "memory")
+#define copy_wait(groups) asm volatile("cp.async.wait_group %0;" :: "n"((groups) + 0) : "memory")
 
 // ---- shared and global memory -------------------------------------------------------------------
 
@@ -362,7 +362,7 @@ DEVICE const elem *elem_from(const char *base, const struct sw_view &view, sw_in
 // A block's work: a tile of TILE_TOKENS queries for some heads of one key head, of one item.
 struct place {
   const struct sw_unit *unit;
-  sw_int64 batch, kv_head;
+  unsigned batch, kv_head;
   int      y;                         // which tile (and group) of the item
 };
 
@@ -474,7 +474,7 @@ DEVICE bool some_see_some(struct band band, int q_begin, int q_end, int keys) {
 // the first key that a tile of queries sees and that a run holds, so it fits the window and stands
 // on no grid.  Runs may leave positions out; keys there are 0 and nobody sees them.
 struct key_tile {
-  int      run, run_end;              // the run that holds `first`; behind the unit's last
+  int      run, run_end;              // the run that holds `first`, or the next; behind the last
   sw_int64 first, until;              // `until` this position the run holds all
   sw_int64 end;                       // behind the last key of interest
   int      keys;                      // 0: there are no more
@@ -516,12 +516,32 @@ DEVICE void next_keys(struct key_tile &t, const struct sw_run *runs, int most) {
   find_keys(t, runs, t.first + most, most);
 }
 
+// The `keys` positions from `first` on, as far as there are runs; unlike a tile that was found, its
+// first key may be one that no run holds.
+DEVICE struct key_tile keys_at(const struct sw_attention_args &args, const struct sw_unit *unit,
+                               sw_int64 first, int keys) {
+  struct key_tile t;
+  sw_int64 end = first;
+  t.run = (int)unit->run_begin;
+  t.run_end = (int)unit->run_end;
+  t.first = t.until = first;
+  if (t.run < t.run_end)
+    end = args.runs[t.run_end - 1].position + args.runs[t.run_end - 1].tokens;
+  t.end = end < first ? first : end < first + keys ? end : first + keys;
+  t.keys = (int)(t.end - first);
+#pragma unroll 1
+  while (t.run < t.run_end && args.runs[t.run].position + args.runs[t.run].tokens <= first) t.run++;
+  if (t.run < t.run_end && args.runs[t.run].position <= first)
+    t.until = args.runs[t.run].position + args.runs[t.run].tokens;
+  return t;
+}
+
 // Does `body` with the keys [begin, end) of the tile, counted from its first, that no run holds.
 template <typename Body>
 DEVICE void for_gaps(const struct key_tile &t, const struct sw_run *runs, Body body) {
   sw_int64 end = t.first + t.keys, from = t.until;
 #pragma unroll 1
-  for (int r = t.run + 1; from < end; r++) {
+  for (int r = from > t.first ? t.run + 1 : t.run; from < end; r++) {
     sw_int64 to = r < t.run_end && runs[r].position < end ? runs[r].position : end;
     if (from < to) body((int)(from - t.first), (int)(to - t.first));
     from = r < t.run_end ? runs[r].position + runs[r].tokens : end;
@@ -545,10 +565,14 @@ DEVICE const elem *key_row(const struct key_tile &t, const struct sw_cuda_args &
 DEVICE void load_keys(unsigned tile, int rows, int dim, bool values, const struct key_tile &t,
                       const struct sw_cuda_args &args, const struct place &place, int thread,
                       int threads) {
-  const struct sw_run &run = args.attention.runs[t.run];
-  sw_int64 stride = values ? run.v.token : run.k.token;
-  const elem *first = key_row(t, args, values, place, 0);
-  if (t.first + t.keys <= t.until && is_aligned(first) && stride % 8 == 0)
+  const elem *first = 0;
+  sw_int64 stride = 1;                 // no fast way unless one run holds all
+  if (t.keys > 0 && t.first + t.keys <= t.until) {
+    const struct sw_run &run = args.attention.runs[t.run];
+    stride = values ? run.v.token : run.k.token;
+    first = key_row(t, args, values, place, 0);
+  }
+  if (is_aligned(first) && stride % 8 == 0)
     ask_rows(tile, rows, dim, first, stride, t.keys, thread, threads);
   else
     for_chunks_slowly(rows, dim, thread, threads, [&](int row, int chunk) {
