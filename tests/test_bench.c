@@ -96,6 +96,7 @@ static void bytes_are_the_formulas(void **state)
   assert_int_equal(number_in(object, "\"forward\"", "received_bytes"), halo[0]);
   assert_int_equal(number_in(object, "\"backward\"", "received_bytes"), halo[1]);
   assert_int_equal(number_in(object, NULL, "received_bytes"), halo[0] + halo[1]);
+  assert_int_equal(number_in(object, NULL, "planned_bytes"), halo[0] + halo[1]);
   assert_true(number_in(object, NULL, "difference") == 0);
   const double halo_memory = number_in(object, NULL, "memory_bytes");
   object = strategy_in(json, "all_gather");

@@ -1,6 +1,7 @@
 // bench.c: the verb `bench`: ways of sharing one layer, side by side in one run: what a rank
 // receives and holds, what a pass takes and how much of that is communication.
 #include "bench.h"
+#include "paper.h"
 #include "report.h"
 
 #include <inttypes.h>
@@ -91,6 +92,28 @@ static void make_row(const struct cli_contest *contest, const struct cli_contest
   row->exposed_us = median(values, rounds);
 }
 
+// What the plan says of the bytes that were counted.
+static enum cli_exit plan_bytes(struct cli_bench *bench)
+{
+  static const struct cli_paper_cluster any = { { 1, 0 }, { 1, 0 }, 1, 0, 0 };
+  const struct cli_given *given = bench->contest->given;
+  struct cli_paper paper;
+  const enum cli_exit code = cli_paper_make(&given->problem, &given->sharding, &any, &paper);
+
+  bench->halo_exact = true;
+  for (int i = 0; i < bench->count && !code; i++) {
+    struct cli_bench_row *row = &bench->rows[i];
+    const enum swathe_strategy strategy = row->contestant->strategy;
+    for (int d = 0; d < 1 + bench->contest->backward; d++) {
+      const int64_t planned = paper.rows[strategy].received_bytes[d];
+      row->planned_bytes += planned;
+      if (strategy == SWATHE_HALO && row->contestant->received_bytes[d] != planned)
+        bench->halo_exact = false;
+    }
+  }
+  return code;
+}
+
 static enum cli_exit make_rows(struct cli_bench *bench)
 {
   double *values = calloc((size_t)bench->contest->rounds, sizeof *values);
@@ -101,7 +124,7 @@ static enum cli_exit make_rows(struct cli_bench *bench)
     make_row(bench->contest, contestant, values, &bench->rows[bench->count++]);
   }
   free(values);
-  return CLI_OK;
+  return plan_bytes(bench);
 }
 
 static const struct cli_bench_row *halo_of(const struct cli_bench *bench)
@@ -134,9 +157,10 @@ static json_t *pass_json(const struct cli_bench *bench, const struct cli_bench_r
 static json_t *row_json(const struct cli_bench *bench, const struct cli_bench_row *row)
 {
   json_t *object = json_pack(
-      "{s:s, s:n, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "strategy",
+      "{s:s, s:n, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o}", "strategy",
       swathe_strategy_name(row->contestant->strategy), "refused", "received_bytes",
-      (json_int_t)row->received_bytes, "memory_bytes", (json_int_t)row->contestant->memory_bytes,
+      (json_int_t)row->received_bytes, "planned_bytes", (json_int_t)row->planned_bytes,
+      "memory_bytes", (json_int_t)row->contestant->memory_bytes,
       "total_us", cli_report_real(row->total_us), "compute_us", cli_report_real(row->compute_us),
       "wait_us", cli_report_real(row->wait_us), "exposed_us", cli_report_real(row->exposed_us),
       "difference",
@@ -146,7 +170,7 @@ static json_t *row_json(const struct cli_bench *bench, const struct cli_bench_ro
   return object;
 }
 
-static enum cli_exit print_json(const struct cli_bench *bench)
+static enum cli_exit print_json(const struct cli_bench *bench, enum cli_exit code)
 {
   const struct cli_given *given = bench->contest->given;
   json_t *strategies = json_array();
@@ -167,7 +191,7 @@ static enum cli_exit print_json(const struct cli_bench *bench)
                 "batch", given->sharding.batch, "ranks", given->sharding.ranks, "transport",
                 bench->transport, "rounds", (json_int_t)bench->contest->rounds, "threads",
                 given->threads, "strategies", strategies),
-      CLI_OK);
+      code);
 }
 
 // ---- Text ---------------------------------------------------------------------------------------
@@ -226,8 +250,10 @@ static void print_text(const struct cli_bench *bench, const char *page)
          "waited: for the wire with nothing left to compute, by the rank that waited longest;\n"
          "exposed: with the exchange less the same launches with its result already there;\n"
          "memory: the layer's buffers and what it keeps for backward.\n"
-         "Results differ from those of %s by %.2g at most.\n",
+         "%sResults differ from those of %s by %.2g at most.\n",
          bench->contest->backward ? "both passes together" : "forward only",
+         halo_of(bench) && bench->halo_exact ? "The halo moved exactly the bytes of its formula.\n"
+                                             : "",
          bench->count ? swathe_strategy_name(bench->rows[0].contestant->strategy) : "none",
          difference);
   if (page) printf("The picture is in %s\n", page);
@@ -256,9 +282,11 @@ static enum cli_exit show(const struct cli_args *args, const struct cli_contest 
 
   if (!code && args->value[CLI_HTML]) code = write_page(&bench, args->value[CLI_HTML]);
   if (code) return code;
-  if (args->value[CLI_JSON]) return print_json(&bench);
+  if (!bench.halo_exact)
+    code = cli_fail(CLI_FAILED, "the bytes on the wire are not the halo's");
+  if (args->value[CLI_JSON]) return print_json(&bench, code);
   print_text(&bench, args->value[CLI_HTML]);
-  return CLI_OK;
+  return code;
 }
 
 static enum cli_exit run(const struct cli_args *args)

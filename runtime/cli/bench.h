@@ -11,12 +11,13 @@ struct cli_bench_row {
   double us[2], total_us, compute_us;  // compute: without exchange
   double wait_us;
   double exposed_us;                   // median of the rounds' differences; noise may be below 0
-  int64_t received_bytes;
+  int64_t received_bytes, planned_bytes;  // planned: by the formulas, for even shares
 };
 
 struct cli_bench {
   const struct cli_contest *contest;
   const char *transport;
+  bool halo_exact;                     // each pass of the halo moved what the formula says
   int count;
   struct cli_bench_row rows[CLI_CONTEST_MOST];
 };
