@@ -52,6 +52,8 @@ return {
       text = function(c) return ("softcap=%d"):format(c.softcap) end },
     -- for the exchange only, which is no kernel
     { name = "ranks", note = "ranks of the group", value = function(p) return p.ranks end },
+    { name = "share_tokens", note = "tokens of a rank",
+      value = function(p) return p.tokens_per_rank end },
     { name = "halo_tokens", note = "most tokens that one end of a span needs",
       value = function(p)
         local window = math.max(p.window_left, p.window_right)

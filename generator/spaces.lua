@@ -177,7 +177,7 @@ local function exchange(knobs)
   return {
     summary = "how the halo travels beside the work",
     template = false,
-    fixed = { "ranks", "halo_tokens", "token_bytes" },
+    fixed = { "ranks", "share_tokens", "halo_tokens", "token_bytes" },
     tune = {
       { "overlap",  knobs.overlap,
         "0: wait at once, 1: units without halo meanwhile, 2: then each as its keys come" },
@@ -214,8 +214,14 @@ local function exchange(knobs)
           return c.progress == 0 or c.poll == knobs.poll[#knobs.poll]
         end },
     },
-    default = function()
-      return { overlap = 1, chunks = 1, together = 1, order = 0, poll = 1, progress = 0 }
+    -- the interior hides the halo's way, unless most of a share sees the halo: then its nearest
+    -- parts let some of that share begin
+    default = function(c)
+      local edge = knobs.overlap[3] and 2 * c.halo_tokens > c.share_tokens
+      local chunks = edge and 4 or 1
+      if c.halo_tokens * c.token_bytes // chunks < 32768 then chunks = 1 end
+      return { overlap = chunks > 1 and 2 or 1, chunks = chunks, together = 1, order = 0, poll = 1,
+               progress = 0 }
     end,
   }
 end

@@ -259,6 +259,7 @@ static int64_t missing(const struct sw_exchange *exchange)
 // Only the wait for all has the transport's deadline, so it follows when nothing comes for long.
 enum swathe_status sw_exchange_wait_more(struct sw_exchange *exchange)
 {
+  enum { MANY_LOOKS = 1000 };
   static const double long_us = 100e3;
   const struct timespec nap = { .tv_nsec = 20000 };
   struct swathe_layer *layer = exchange->layer;
@@ -266,8 +267,9 @@ enum swathe_status sw_exchange_wait_more(struct sw_exchange *exchange)
   const int64_t before = missing(exchange);
 
   if (!exchange->transport || exchange->done) return exchange->status;
-  while (!exchange->status && !exchange->done && missing(exchange) == before &&
-         sw_layer_now_us() - begin < long_us) {
+  for (int looks = 0; !exchange->status && !exchange->done && missing(exchange) == before &&
+                      (looks < MANY_LOOKS || sw_layer_now_us() - begin < long_us);
+       looks++) {
     exchange->status = layer->transport->operations->test(layer->transport, &exchange->done);
     if (!exchange->status && !exchange->done && missing(exchange) == before)
       nanosleep(&nap, NULL);
