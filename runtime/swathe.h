@@ -458,7 +458,8 @@ SWATHE_API enum swathe_status swathe_layer_backward(struct swathe_layer *layer,
 // SWATHE_A2A forward keeps all that it was dealt there, and backward need not ask for it again.
 SWATHE_API size_t swathe_layer_halo_bytes(const struct swathe_layer *layer);
 
-// Where the time of the last forward or backward went, and what it moved.
+// Where the time of the last forward or backward went, and what it moved.  On CUDA it is the host's
+// time: until the work was queued, and the wait for messages of host memory.
 struct swathe_timing {
   double total_us;
   double wait_us;                     // waiting for the wire with nothing left to compute
