@@ -25,6 +25,11 @@ enum {
   JIT_COMPILER_NOT_FOUND = 221,
   UNSUPPORTED_PTX_VERSION = 222,
   JIT_COMPILATION_DISABLED = 223,
+  ILLEGAL_ADDRESS = 700,
+  LAUNCH_TIMEOUT = 702,
+  ASSERTION_FAILED = 710,
+  HARDWARE_STACK_ERROR = 714,         // and the kinds up to
+  LAUNCH_FAILED = 719,
 
   ATTRIBUTE_L2_BYTES = 38,
   ATTRIBUTE_MAJOR = 75,
@@ -229,12 +234,19 @@ struct sw_device_cuda {
   void *context;
 };
 
+// What a kernel does wrong; every call after it gets the same result.
+static bool is_sticky(int result)
+{
+  return result == ILLEGAL_ADDRESS || result == LAUNCH_TIMEOUT || result == ASSERTION_FAILED ||
+         (result >= HARDWARE_STACK_ERROR && result <= LAUNCH_FAILED);
+}
+
 // Kernels run apart from the calls that start them, so a call that fails may not be the culprit.
 static enum swathe_status fail_call(const struct sw_device_cuda *device, int result,
                                     const char *doing)
 {
   const char *note = "";
-  if (result >= 700 && result < 800)
+  if (is_sticky(result))
     note = "; a kernel that was started earlier failed, and the process cannot use the device "
            "any more";
   return sw_fail(SWATHE_DEVICE, "%s on device %d (%s): %s%s", doing, device->ordinal, device->name,

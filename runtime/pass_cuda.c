@@ -15,7 +15,7 @@
 // in it too, so a call with other strides than the last makes it anew.
 #include "layer.h"
 
-#include <assert.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -948,6 +948,18 @@ static enum swathe_status queue_backward(struct call *call)
 
 // ---- Both ---------------------------------------------------------------------------------------
 
+// After a failure the others are told, and messages of host memory are taken back.
+static enum swathe_status give_up(const struct call *call, enum swathe_status status)
+{
+  char words[2048];
+
+  if (stages(call->layer)) return sw_exchange_abandon(call->layer, status);
+  if (!call->layer->transport) return status;
+  snprintf(words, sizeof words, "%s", swathe_error());
+  swathe_transport_abort(call->layer->transport, words);
+  return sw_fail(status, "%s", words);
+}
+
 static enum swathe_status queue_call(struct call *call)
 {
   struct sw_pass_cuda *pass = call->pass;
@@ -960,6 +972,7 @@ static enum swathe_status queue_call(struct call *call)
   if (status) return status;
   fill_args(call);
   status = call->direction == SWATHE_FORWARD ? queue_forward(call) : queue_backward(call);
+  if (status) status = give_up(call, status);
   // after a failure too: what was queued still runs
   const enum swathe_status left = leave_stream(call);
   return status ? status : left;
