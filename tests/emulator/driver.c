@@ -568,6 +568,21 @@ API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr addre
   return status;
 }
 
+// For what stands in for a device's other libraries: moves bytes now, checked like a kernel's.
+API int emulator_copy(CUdeviceptr into, CUdeviceptr from, size_t bytes)
+{
+  if (!lies_in(into, bytes, false, NULL) || !lies_in(from, bytes, false, NULL)) return 700;
+  memmove(MEMORY_HOST(into), MEMORY_HOST(from), bytes);
+  return SUCCESS;
+}
+
+API int emulator_fill(CUdeviceptr into, int byte, size_t bytes)
+{
+  if (!lies_in(into, bytes, false, NULL)) return 700;
+  memset(MEMORY_HOST(into), byte, bytes);
+  return SUCCESS;
+}
+
 // ---- streams and events
 
 API CUresult cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority)
