@@ -57,7 +57,7 @@ forward_tile = {
     local bands = c.warp_rows // 16
     local s, o = bands * c.block_k // 2, bands * padded(c.head_dim_v) // 2
     local q = c.q_in_regs * bands * padded(c.head_dim_qk) // 4
-    local others = 76 + (c.head_dim_qk > 128 and 10 or 0) +
+    local others = 76 + (c.head_dim_qk > 128 and 10 or 0) + 4 * c.softcap +
                    (one_tile == 0 and c.stages == 1 and 12 or 0)
     return q + others + (one_tile == 1 and math.max(s, s // 2 + o) or s + o)
   end,
@@ -77,6 +77,13 @@ forward_tile = {
     return 1000 * made * dims // (tokens * c.pack * window * (c.head_dim_qk + c.head_dim_v))
   end,
 }
+
+-- Blocks that a multiprocessor holds, about.
+function forward_tile.blocks(c, shared_bytes, registers)
+  registers = (math.min(registers, 255) + 7) // 8 * 8
+  return math.min((c.most_shared_bytes + 1024) // (shared_bytes + 1024),
+                  c.most_registers // (registers * 32 * c.warps))
+end
 
 -- What a default may be, the plainest first: each pack with the widest tiles that could serve it.
 function forward_tile.candidates(c)
@@ -110,11 +117,10 @@ function forward_tile.cost(c, knobs)
   local one_tile = forward_tile.one_tile(knobs, tokens)
   local shared = forward_tile.shared_bytes(knobs, forward_tile.keys(knobs, one_tile, tokens))
   local registers = forward_tile.registers(knobs, one_tile)
+  local blocks = forward_tile.blocks(knobs, shared, registers)
   if shared > c.most_shared_bytes or registers > 255 then return nil end
   if one_tile == 1 and knobs.stages > 1 then return nil end
   if knobs.strip > 1 and (one_tile == 0 or tokens % 8 ~= 0) then return nil end
-  local blocks = math.min((c.most_shared_bytes + 1024) // (shared + 1024),
-                          c.most_registers // ((registers + 7) // 8 * 8 * 32 * knobs.warps))
   -- a product; the operands it shares with the other band of a warp; the keys' way to the block,
   -- once for all its rows; what goes by tiles, not by keys; loads that nothing else hides
   local keys = 16 / knobs.warp_rows + 48 / rows +
@@ -523,8 +529,15 @@ return {
             local most = c.most_registers // (c.threads * c.min_blocks)
             return c.thread_registers <= math.min(255, most)
           end },
-        { "min_blocks fit the shared memory of a multiprocessor", function(c)
-            return c.min_blocks * (c.shared_bytes + 1024) <= c.most_shared_bytes + 1024
+        { "min_blocks is 1 or as many as a multiprocessor holds", function(c)
+            local most = forward_tile.blocks(c, c.shared_bytes, c.thread_registers)
+            return c.min_blocks == 1 or c.min_blocks == math.min(4, most)
+          end },
+        { "a good part of the heads that could share a tile do", function(c)
+            return 5 * c.pack >= math.min(c.gqa, 16)
+          end },
+        { "a wide window needs no choice of odd tiles", function(c)
+            return window_keys(c) < 1024 or c.block_k % 32 == 0 or c.block_k == 48
           end },
         { "a tile of keys is no wider than the window needs", function(c)
             return c.one_tile == 0 or c.block_k - 16 < window_keys(c) + c.tile_tokens - 1
