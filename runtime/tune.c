@@ -301,6 +301,7 @@ static enum swathe_status put_pick(struct tuning *tuning, bool complete)
 // ---- The search's operations ------------------------------------------------------------------
 
 // Whether a CUDA kernel spills or is over a limit, as the binary in the cache says; the words why.
+// What a layer needs beside it is in the cache after that, too: children compile nothing.
 static bool is_refused(struct tuning *tuning, struct building *building)
 {
   struct swathe_compiled compiled;
@@ -316,8 +317,9 @@ static enum swathe_status check_built(struct tuning *tuning, struct building *bu
                                       int64_t candidate, enum sw_verdict *verdict)
 {
   char words[SW_TRIAL_WORDS];
+  const bool refused = is_refused(tuning, building);
   // the default, candidate 0, is tried in any case: everything is measured beside it
-  if (building->failed || (candidate > 0 && is_refused(tuning, building))) {
+  if (building->failed || (refused && candidate > 0)) {
     *verdict = SW_VERDICT_COMPILE;
     return put_failure(tuning, candidate, *verdict, building->words);
   }

@@ -411,6 +411,28 @@ static void kernels_are_compiled_for_gpus(void **state)
   release(&outcome);
 }
 
+// Candidates that a tuner would not try, and why, out of a space that has one of each.
+static void what_does_not_fit_a_gpu_is_refused_by_name(void **state)
+{
+  static const char *const words[] = {
+    "\n1 fit, 3 refused, 0 failed", "forward spills ",
+    "forward wants 1048576 bytes of shared memory of 166912",
+    " registers a block of 65536",
+  };
+  (void)state;
+  need_nvrtc("what_does_not_fit_a_gpu_is_refused_by_name");
+  scratch_shell("mkdir spilling && cd '%s' && cp -r generator templates tests/fixtures/spilling/* "
+                "\"$OLDPWD\"/spilling", getenv("TEST_SOURCE_DIR"));
+  for (size_t i = 0; i < sizeof words / sizeof words[0]; i++) {
+    struct outcome outcome =
+        run_prefixed("SWATHE_GENERATOR_DIR=spilling",
+                     "compile forward --space --target cuda --dtype bf16 --arch sm_80");
+    assert_int_equal(outcome.status, 0);
+    if (!strstr(outcome.out, words[i])) fail_msg("no '%s' in:\n%s", words[i], outcome.out);
+    release(&outcome);
+  }
+}
+
 // ---- Files --------------------------------------------------------------------------------------
 
 // An array of the given shape (zeros end it) with numbers from -1 to 1 that look random.
@@ -692,6 +714,7 @@ int main(void)
     cmocka_unit_test(the_banner_makes_the_same_source),
     cmocka_unit_test(kernels_are_emitted_for_other_processors),
     cmocka_unit_test(kernels_are_compiled_for_gpus),
+    cmocka_unit_test(what_does_not_fit_a_gpu_is_refused_by_name),
     cmocka_unit_test(replays_files_over_any_ranks),
     cmocka_unit_test(keeps_the_number_of_axes),
     cmocka_unit_test(refuses_files_that_do_not_fit),

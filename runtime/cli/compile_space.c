@@ -193,7 +193,9 @@ static void add_row(struct cli_table *table, const struct candidate *candidate)
     cli_report_cell(table, "%d", most.registers);
     cli_report_cell(table, "%d", most.spill_bytes);
     cli_report_cell(table, "%d", most.shared_bytes);
-    cli_report_cell(table, "%s", cli_report_number(3, compiled->counted_ratio).text);
+    const bool known = compiled->counted_ratio > 0;
+    cli_report_cell(table, "%s",
+                    known ? cli_report_number(3, compiled->counted_ratio).text : "-");
   }
   if (candidate->state == FAILED || compiled->cached) cli_report_cell(table, "-");
   else cli_report_cell(table, "%s", cli_report_time(compiled->compile_s * 1e6).text);
