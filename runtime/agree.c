@@ -1,10 +1,51 @@
-// agree.c: before the first message of a sharding the ranks make sure that they hold the same one,
-// and exchange it the same way: each derives its messages on its own, and a size that differs is
-// found too late by some transports.
+// agree.c: what the ranks make sure of.  When they make a layer: that all can, and are of one
+// version.  Before the first message of a sharding: that they hold the same one, and exchange it
+// the same way, for each derives its messages on its own, and a size that differs is found too late
+// by some transports.
 #include "layer.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+
+// Its layout never changes: ranks of different versions read it.
+struct greeting {
+  char version[32];
+  int32_t status;
+  char words[476];
+};
+
+static enum swathe_status compare_greetings(const struct greeting *all, int32_t ranks, int32_t rank)
+{
+  for (int32_t r = 0; r < ranks; r++)
+    if (strncmp(all[r].version, SWATHE_VERSION, sizeof all[r].version))
+      return sw_fail(SWATHE_DISAGREE, "rank %d runs swathe %.31s, rank %d runs %s", r,
+                     all[r].version, rank, SWATHE_VERSION);
+  for (int32_t r = 0; r < ranks; r++)
+    if (all[r].status)
+      return sw_fail((enum swathe_status)all[r].status, "rank %d cannot make the layer: %.475s", r,
+                     all[r].words);
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_agree_all_can(struct swathe_transport *transport, enum swathe_status status)
+{
+  const int32_t ranks = transport ? transport->ranks : 1;
+  struct greeting *all = ranks > 1 ? calloc((size_t)ranks, sizeof *all) : NULL;
+  struct greeting mine = { .version = SWATHE_VERSION, .status = (int32_t)status };
+  char words[4096];
+
+  if (ranks == 1) return status;
+  if (!all) return status ? status : sw_fail(SWATHE_NO_MEMORY, "no memory to agree");
+  snprintf(words, sizeof words, "%s", swathe_error());
+  if (status) snprintf(mine.words, sizeof mine.words, "%.475s", words);
+  enum swathe_status theirs = transport->operations->gather(transport, &mine, sizeof mine, all);
+  if (status) sw_fail(status, "%s", words);
+  else if (!theirs) theirs = compare_greetings(all, ranks, transport->rank);
+  free(all);
+  if (status || !theirs) return status;
+  return sw_within(theirs, "while the ranks agreed on a layer");
+}
 
 static void mix(struct sw_digest *digest, uint64_t word)
 {

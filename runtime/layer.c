@@ -35,9 +35,9 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer)
 
 // ---- Create -------------------------------------------------------------------------------------
 
-// What every rank tells every other before the first message.
+// What every rank tells every other before the first message, once all are of one version.
 struct agreement {
-  char version[32], problem[SW_PROBLEM_TEXT], configs[SW_CONFIGS][SW_CONFIG_TEXT];
+  char problem[SW_PROBLEM_TEXT], configs[SW_CONFIGS][SW_CONFIG_TEXT];
   int32_t strategy;
 };
 
@@ -84,7 +84,6 @@ static enum swathe_status agree(struct swathe_layer *layer)
   enum swathe_status status;
 
   if (!all) return sw_fail(SWATHE_NO_MEMORY, "no memory to agree among %d ranks", ranks);
-  snprintf(mine->version, sizeof mine->version, "%s", SWATHE_VERSION);
   swathe_problem_format(&layer->problem, mine->problem, sizeof mine->problem);
   mine->strategy = (int32_t)layer->strategy;
   for (int d = 0; d < SW_CONFIGS; d++)
@@ -92,10 +91,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
 
   status = layer->transport->operations->gather(layer->transport, mine, sizeof *mine, all);
   for (int32_t r = 0; r < ranks && !status; r++) {
-    if (strncmp(all[r].version, mine->version, sizeof mine->version))
-      status = sw_fail(SWATHE_DISAGREE, "rank %d runs swathe %.31s, rank %d runs %s", r,
-                       all[r].version, sw_layer_rank(layer), mine->version);
-    else if (strncmp(all[r].problem, mine->problem, sizeof mine->problem))
+    if (strncmp(all[r].problem, mine->problem, sizeof mine->problem))
       status =
           sw_fail(SWATHE_DISAGREE, "rank %d has the problem\n    %.511s\n  but rank %d has\n    %s",
                   r, all[r].problem, sw_layer_rank(layer), mine->problem);
@@ -177,6 +173,20 @@ static enum swathe_status choose_configs(struct swathe_layer *layer,
   return status;
 }
 
+// From configs to a layer that can run.
+static enum swathe_status prepare(struct swathe_layer *layer, unsigned directions)
+{
+  enum swathe_status status = sw_layer_ranks(layer) > 1 ? agree(layer) : SWATHE_OK;
+  layer->agreed = layer->transport;
+  sw_exchange_read_knobs(layer->choices[SW_EXCHANGE].config, &layer->agreed_knobs);
+  layer->knobs = layer->agreed_knobs;
+  if (!status && layer->strategy != SWATHE_HALO) status = sw_baseline_create(layer);
+  if (!status) status = load_kernels(layer, directions);
+  if (!status) status = sw_halo_planner_create(&layer->planner);
+  if (!status && layer->aim.cuda) return sw_pass_cuda_create(layer);
+  return status ? status : sw_device_cpu_create(layer->context->threads, &layer->device);
+}
+
 enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
                                             const struct swathe_problem *problem,
                                             struct swathe_transport *transport,
@@ -185,31 +195,23 @@ enum swathe_status sw_layer_create_strategy(struct swathe_context *context,
                                             unsigned directions,
                                             struct swathe_layer **layer_out)
 {
-  struct sw_aim aim;
+  struct sw_aim aim = { .cuda = false };
+  struct swathe_layer *layer = NULL;
   enum swathe_status status = sw_context_aim(context, problem, NULL, &aim);
   if (!status && aim.cuda && !aim.device) status = sw_context_device(context, &aim.device);
   if (!status && aim.cuda && strategy != SWATHE_HALO)
     status = sw_fail(SWATHE_UNSUPPORTED, "on the cuda target there is the halo only, not %s",
                      swathe_strategy_name(strategy));
-  if (status) return status;
-  struct swathe_layer *layer = calloc(1, sizeof *layer);
-  if (!layer) return sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer", sizeof *layer);
-
-  layer->context = context;
-  layer->problem = *problem;
-  layer->aim = aim;
-  layer->transport = transport;
-  layer->strategy = strategy;
-  status = choose_configs(layer, configs, directions);
-  if (!status && sw_layer_ranks(layer) > 1) status = agree(layer);
-  layer->agreed = transport;
-  sw_exchange_read_knobs(layer->choices[SW_EXCHANGE].config, &layer->agreed_knobs);
-  layer->knobs = layer->agreed_knobs;
-  if (!status && strategy != SWATHE_HALO) status = sw_baseline_create(layer);
-  if (!status) status = load_kernels(layer, directions);
-  if (!status) status = sw_halo_planner_create(&layer->planner);
-  if (!status && aim.cuda) status = sw_pass_cuda_create(layer);
-  else if (!status) status = sw_device_cpu_create(context->threads, &layer->device);
+  if (!status && !(layer = calloc(1, sizeof *layer)))
+    status = sw_fail(SWATHE_NO_MEMORY, "no %zu bytes for a layer", sizeof *layer);
+  if (!status) {
+    *layer = (struct swathe_layer){ .context = context, .problem = *problem, .aim = aim,
+                                    .transport = transport, .strategy = strategy };
+    status = choose_configs(layer, configs, directions);
+  }
+  // what one rank cannot do, no rank begins
+  status = sw_agree_all_can(transport, status);
+  if (!status) status = sw_agree_all_can(transport, prepare(layer, directions));
   if (status) {
     swathe_layer_destroy(layer);
     return status;

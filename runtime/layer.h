@@ -326,6 +326,11 @@ struct swathe_layer {
 
 // ---- agree.c -----------------------------------------------------------------------------------
 
+// Tells every rank of the group whether this one is fine so far, and of which version it is: the
+// first failure of any is everybody's, and the transport stays usable.  `status` and its words if
+// this rank failed itself.  Nothing to do for a group of one.
+enum swathe_status sw_agree_all_can(struct swathe_transport *transport, enum swathe_status status);
+
 // Notes what the ranks have to agree on.
 void sw_agree_on(struct swathe_layer *layer, const struct swathe_sharding *sharding);
 

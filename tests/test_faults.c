@@ -35,7 +35,7 @@ enum fault {
   NO_POST,
   OTHER_WORDS,   // in a gather: another version, another sharding
   OTHER_GATHER,  // of another size
-  CALL_FAILS,   // the rank's own layer fails with messages under way
+  CALL_FAILS,    // the rank's own layer fails with messages under way
   FAULTS
 };
 
@@ -153,6 +153,7 @@ static const struct plan {
 
 struct rank {
   struct faulty faulty;
+  struct swathe_context *context;  // NULL: the one of all
   const struct swathe_problem *problem;
   struct sequence *sequence;
   struct share *shares[2];
@@ -186,7 +187,8 @@ static void *be_rank(void *arg)
 {
   struct rank *rank = arg;
   const double begin_s = sw_layer_now_s();
-  rank->status = swathe_layer_create(context, rank->problem, &rank->faulty.transport, &rank->layer);
+  rank->status = swathe_layer_create(rank->context ? rank->context : context, rank->problem,
+                                     &rank->faulty.transport, &rank->layer);
   if (!rank->status) rank->status = train(rank);
   if (rank->status) snprintf(rank->words, sizeof rank->words, "%s", swathe_error());
   rank->seconds = sw_layer_now_s() - begin_s;
@@ -285,7 +287,7 @@ static void *inject(void *arg)
     memset(ranks, 0, sizeof ranks);
     make_shares(ranks, count, &problem, sequence);
     ranks[culprit].faulty.kind = kind;
-    ranks[culprit].faulty.left = exchange_below(&seed, 14);
+    ranks[culprit].faulty.left = exchange_below(&seed, 17);
     run_ranks(ranks, count, deadline_s);
     for (int r = 0; r < count; r++)
       if (r != culprit || kind == BRIEFLY_LATE)
@@ -319,15 +321,16 @@ static void faults_are_named(void **state)
     enum swathe_status status;
     const char *words;
   } rows[] = {
-    { OTHER_WORDS, 0, SWATHE_DISAGREE, "swathe" },  // a rank of another version
-    { OTHER_WORDS, 1, SWATHE_DISAGREE, "the same sharding" },
+    // calls: all can, the problem, all could, the sharding; then a post and a test or wait
+    { OTHER_WORDS, 0, SWATHE_DISAGREE, "rank 1 runs swathe 1.1.0, rank 0 runs 0.1.0" },
+    { OTHER_WORDS, 1, SWATHE_DISAGREE, "rank 1 has the problem" },
+    { OTHER_WORDS, 3, SWATHE_DISAGREE, "the same sharding" },
     { OTHER_GATHER, 0, SWATHE_DISAGREE, "rank 1 gathers" },
-    { OTHER_SIZE, 2, SWATHE_DISAGREE, "they do not hold the same plan" },
+    { OTHER_SIZE, 4, SWATHE_DISAGREE, "they do not hold the same plan" },
     { DIES, 0, SWATHE_TIMEOUT, "did not come to a gather in 0.03 s: rank 1" },
-    { DIES, 2, SWATHE_TIMEOUT, "waited 0.03 s for rank 1" },
+    { DIES, 4, SWATHE_TIMEOUT, "waited 0.03 s for rank 1" },
     { LATE, 0, SWATHE_TIMEOUT, "did not come to a gather in 0.03 s: rank 1" },
-    { CALL_FAILS, 3, SWATHE_TRANSPORT, "rank 1 gave up: the rank's device fails" },
-    { NO_POST, 2, SWATHE_DISAGREE, "they do not hold the same plan" },
+    { NO_POST, 4, SWATHE_DISAGREE, "they do not hold the same plan" },
   };
   (void)state;
   for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
@@ -342,6 +345,49 @@ static void faults_are_named(void **state)
                swathe_status_text(ranks[0].status), ranks[0].words);
     free_shares(ranks, 2);
   }
+}
+
+// A call that fails while its messages wait for rank 0.
+static void a_failed_call_is_told(void **state)
+{
+  struct rank ranks[MOST_RANKS];
+  (void)state;
+  memset(ranks, 0, sizeof ranks);
+  make_shares(ranks, 2, &problem, sequence);
+  ranks[0].faulty = (struct faulty){ .kind = LATE, .left = 4 };
+  ranks[1].faulty = (struct faulty){ .kind = CALL_FAILS, .left = 5 };
+  run_ranks(ranks, 2, 20);
+  assert_int_equal(ranks[1].status, SWATHE_DEVICE);
+  assert_int_equal(ranks[0].status, SWATHE_TRANSPORT);
+  assert_non_null(strstr(ranks[0].words, "rank 1 gave up: the rank's device fails"));
+  free_shares(ranks, 2);
+}
+
+// Rank 1 has no tuning data, but must have some: all get to know, and may go on with the same
+// transport.
+static void a_rank_that_cannot_is_named(void **state)
+{
+  struct swathe_context *strict = NULL;
+  const struct swathe_options options = { .database = "/nonexistent/tuning.db",
+                                          .threads = 1,
+                                          .mode = SWATHE_REQUIRE };
+  (void)state;
+  assert_int_equal(swathe_open(&options, &strict), SWATHE_OK);
+  for (int strict_rank = 0; strict_rank < 2; strict_rank++) {
+    struct rank ranks[MOST_RANKS];
+    memset(ranks, 0, sizeof ranks);
+    make_shares(ranks, 2, &problem, sequence);
+    ranks[strict_rank].context = strict;
+    run_ranks(ranks, 2, 20);
+    assert_string_not_equal(ranks[0].words, "");
+    assert_int_equal(ranks[0].status, ranks[1].status);
+    char named[64];
+    snprintf(named, sizeof named, "rank %d cannot make the layer: ", strict_rank);
+    assert_non_null(strstr(ranks[1 - strict_rank].words, named));
+    assert_true(ranks[1 - strict_rank].seconds < 10);
+    free_shares(ranks, 2);
+  }
+  swathe_close(strict);
 }
 
 // ---- The program -------------------------------------------------------------------------------
@@ -384,6 +430,8 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(faults_are_named),
+    cmocka_unit_test(a_failed_call_is_told),
+    cmocka_unit_test(a_rank_that_cannot_is_named),
     cmocka_unit_test(no_fault_hangs_or_passes),
   };
   return cmocka_run_group_tests(tests, set_up, tear_down);
