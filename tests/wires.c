@@ -39,6 +39,10 @@ struct wires {
   int (*event_destroy)(void *event);
   int (*stream_wait)(void *stream, void *event, unsigned flags);
   int (*copy)(unsigned long long to, unsigned long long from, size_t bytes, void *stream);
+  int (*context_retain)(void **context, int device);
+  int (*context_release)(int device);
+  int (*context_push)(void *context);
+  int (*context_pop)(void **context);
 };
 
 // An event of all that was queued on the stream; NULL after a failure.
@@ -173,6 +177,10 @@ struct wires *wires_make(int32_t ranks)
   *(void **)&wires->event_destroy = dlsym(library, "cuEventDestroy_v2");
   *(void **)&wires->stream_wait = dlsym(library, "cuStreamWaitEvent");
   *(void **)&wires->copy = dlsym(library, "cuMemcpyDtoDAsync_v2");
+  *(void **)&wires->context_retain = dlsym(library, "cuDevicePrimaryCtxRetain");
+  *(void **)&wires->context_release = dlsym(library, "cuDevicePrimaryCtxRelease_v2");
+  *(void **)&wires->context_push = dlsym(library, "cuCtxPushCurrent_v2");
+  *(void **)&wires->context_pop = dlsym(library, "cuCtxPopCurrent_v2");
   if (!wires->event_create || !wires->event_record || !wires->event_destroy ||
       !wires->stream_wait || !wires->copy)
     abort();
@@ -195,10 +203,14 @@ int64_t wires_count(const struct wires *wires) { return wires->letter_count; }
 
 void wires_free(struct wires *wires)
 {
+  void *context = NULL;
+  if (wires->context_retain(&context, 0) || wires->context_push(context)) abort();
   for (int64_t i = 0; i < wires->letter_count; i++) {
     wires->event_destroy(wires->letters[i].ready);
     if (wires->letters[i].done) wires->event_destroy(wires->letters[i].done);
   }
+  wires->context_pop(&context);
+  wires->context_release(0);
   pthread_cond_destroy(&wires->news);
   pthread_mutex_destroy(&wires->mutex);
   free(wires);

@@ -13,6 +13,7 @@ struct node { struct stream_task task; int *before; int before_count; };
 struct graph { struct node *nodes; int count; };
 
 struct capture {
+  struct capture *before;
   struct graph *graph;
   struct stream *origin;
   int mode;                    // 0: nobody, 1: not its thread, 2: everybody may wait meanwhile
@@ -47,6 +48,7 @@ struct event {
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream *all_streams;
 static int recordings;
+static struct capture *captures;  // all there ever were: events may still point to them
 static uint64_t chance;
 static atomic_uint_fast64_t launch_count;
 
@@ -495,6 +497,8 @@ int stream_begin_capture(struct stream *stream, int mode)
     capture->origin = stream;
     capture->mode = mode;
     capture->thread = pthread_self();
+    capture->before = captures;
+    captures = capture;
     recordings++;
     stream->capture = capture;
     set_ends(&stream->ends, &stream->end_count, NULL, 0);
