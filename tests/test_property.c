@@ -146,6 +146,21 @@ static const char *const *configs_of(const struct property *property)
   return configs;
 }
 
+// How the halo of the case travels; NULL: as its layer likes.
+static const char *exchange_of(const struct property *property)
+{
+  static const char *const exchanges[] = {
+    NULL,
+    "overlap=0,chunks=1,together=0,order=0,poll=1,progress=0",
+    "overlap=1,chunks=2,together=1,order=1,poll=4,progress=0",
+    "overlap=2,chunks=1,together=1,order=0,poll=1,progress=0",
+    "overlap=2,chunks=4,together=0,order=1,poll=1,progress=0",
+    "overlap=2,chunks=8,together=1,order=0,poll=4,progress=50",
+  };
+  const uint64_t which = (uint64_t)property->seed % (sizeof exchanges / sizeof *exchanges);
+  return property->cuda ? NULL : exchanges[which];
+}
+
 // ---- One case ----------------------------------------------------------------------------------
 
 struct trial {
@@ -491,6 +506,7 @@ static bool is_right(const struct property *property, char *words, size_t size)
   snprintf(line, sizeof line, "test_property --case \"%s\"\n", text);
   set_up_trial(&trial, property);
   trial.group.context = context_of(property->isa, property->optimised, 1);
+  trial.group.exchange = exchange_of(property);
   if (trial.group.context && property->config) trial.group.configs = configs_of(property);
   if (!trial.group.context || (property->config && !trial.group.configs)) {
     snprintf(words, size, "no context or config: %s", swathe_error());
