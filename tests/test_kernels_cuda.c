@@ -591,13 +591,35 @@ static int64_t tiles_of(const struct scene *scene, int u, int64_t tile, bool key
   return tiles;
 }
 
+// What is added to all positions there: which keys a query sees depends on none of it.  Some scenes
+// lie so far into a document that 32 bits do not hold their positions.
+static int64_t far_in(const struct scene *scene)
+{
+  return scene->row->batch > 1 ? INT64_C(5000000000) : 0;
+}
+
+static void *send_units(const struct scene *scene)
+{
+  struct sw_unit units[MOST_UNITS];
+  memcpy(units, scene->units, sizeof units);
+  for (int u = 0; u < scene->unit_count; u++) units[u].position += far_in(scene);
+  return device_copy(units, sizeof *units * (size_t)scene->unit_count);
+}
+
+static void *send_runs(const struct scene *scene)
+{
+  static struct sw_run runs[MOST_RUNS];
+  memcpy(runs, scene->runs, sizeof runs);
+  for (int r = 0; r < scene->run_count; r++) runs[r].position += far_in(scene);
+  return device_copy(runs, sizeof *runs * (size_t)scene->run_count);
+}
+
 // delta, dq and dkv; in two launches of dq and dkv, as a layer does.
 static void run_kernels(struct scene *scene, const struct sw_kernel *kernel,
                         struct sw_device_cuda *device)
 {
   const struct swathe_problem *p = &scene->problem;
-  void *units = device_copy(scene->units, sizeof *scene->units * (size_t)scene->unit_count);
-  void *runs = device_copy(scene->runs, sizeof *scene->runs * (size_t)scene->run_count);
+  void *units = send_units(scene), *runs = send_runs(scene);
   struct sw_cuda_args args = {
     .attention = { .units = units, .runs = runs, .batch = scene->row->batch,
                    .kv_heads = p->kv_heads, .scale = (float)sw_problem_scale(p),
@@ -746,8 +768,7 @@ static void launch_forward(const struct scene *scene, const struct results *resu
 {
   const struct swathe_problem *p = &scene->problem;
   const struct sw_cuda_function *forward = &kernel->functions[SW_CUDA_FORWARD];
-  void *units = device_copy(scene->units, sizeof *scene->units * (size_t)scene->unit_count);
-  void *runs = device_copy(scene->runs, sizeof *scene->runs * (size_t)scene->run_count);
+  void *units = send_units(scene), *runs = send_runs(scene);
   struct sw_cuda_args args = {
     .attention = { .units = units, .runs = runs, .batch = scene->row->batch,
                    .kv_heads = p->kv_heads, .scale = (float)sw_problem_scale(p),
