@@ -238,7 +238,7 @@ static void add_runs(struct scene *scene, struct sw_unit *unit, int64_t document
   if (scene->row->holes) begin -= begin < 90 ? begin : chance(90);
   while (begin < end) {
     int64_t tokens = chance(4) ? end - begin : 1 + chance((uint32_t)(end - begin));
-    if (scene->row->holes && tokens > 12) tokens = 1 + chance(12);   // several to a tile
+    if (scene->row->holes) tokens = 1 + chance(tokens < 12 ? (uint32_t)tokens : 12);   // several
     if (!scene->row->holes || chance(3)) add_run(scene, begin, tokens);
     begin += tokens;
   }
@@ -863,7 +863,7 @@ static const struct scene_row backward_windows[] = {
   { GPT_64 "window_left=127", NULL, 200, 1, 1, 150, 0, false },
   { GPT_64 "window_left=20", NULL, 90, 3, 2, 20, 0, true },
   // weights of 0 and 1, and lse so low that what is no key would weigh infinitely much
-  { WIDE_64 "window_left=unlimited,window_right=unlimited,scale=7", NULL, 40, 2, 1, 7, 0, true },
+  { WIDE_64 "window_left=unlimited,window_right=unlimited,scale=20", NULL, 30, 6, 2, 5, 0, true },
 };
 
 // Head dims from 1 to 256, even and odd; GQA ratios; both dtypes; softcap.
@@ -1033,7 +1033,7 @@ static void sums_are_gathered(void **state)
   const size_t term_floats = 32 * (size_t)from_k.token;
   float *values = malloc(TERMS * term_floats * sizeof *values);
   assert_non_null(values);
-  for (size_t i = 0; i < TERMS * term_floats; i++) values[i] = normal();
+  for (size_t i = 0; i < TERMS * term_floats; i++) values[i] = normal() / 3;  // all bits matter
   float *there = device_copy(values, TERMS * term_floats * sizeof *values);
 
   struct sw_sum sums[PIECES];
@@ -1041,6 +1041,7 @@ static void sums_are_gathered(void **state)
   int64_t row = 3, term = 0;
   for (int i = 0; i < PIECES; i++) {
     sums[i] = (struct sw_sum){ row, 1 + chance(32), term, term + 1 + chance(i < 3 ? 5 : 1) };
+    if (i == 0) sums[i].tokens = 32, sums[i].term_end = 5;   // the most there may be
     row += sums[i].tokens;
     term = sums[i].term_end;
   }

@@ -494,7 +494,7 @@ template <int PARTS> DEVICE void sum_for_keys(const struct sw_cuda_args &all) {
   for (int step = 1 - DKV_STAGES; step < steps; step++) {
     if (step >= 0) {
       copy_wait(DKV_STAGES - 2);      // this step is there, for all warps,
-      block_sync();                   // and the one before it is free again
+      block_sync();                   // and the one before is free
     }
     int ahead = step + DKV_STAGES - 1;
     if (ahead < steps)
