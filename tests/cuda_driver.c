@@ -67,6 +67,7 @@ char *cuda_compile(const char *source, const char *arch, const char *const *opti
   int (*create)(void **, const char *, const char *, int, const char *const *, const char *const *);
   int (*compile)(void *, int, const char *const *), (*get_log_size)(void *, size_t *);
   int (*get_log)(void *, char *), (*get_size)(void *, size_t *), (*get)(void *, char *);
+  int (*destroy)(void **);
   void *library = open_nvrtc(), *program;
   *missing = !library;
   if (!library) return NULL;
@@ -75,6 +76,7 @@ char *cuda_compile(const char *source, const char *arch, const char *const *opti
   *(void **)&get_log_size = dlsym(library, "nvrtcGetProgramLogSize");
   *(void **)&get_log = dlsym(library, "nvrtcGetProgramLog");
   *(void **)&get_size = dlsym(library, cubin ? "nvrtcGetCUBINSize" : "nvrtcGetPTXSize");
+  *(void **)&destroy = dlsym(library, "nvrtcDestroyProgram");
   *(void **)&get = dlsym(library, cubin ? "nvrtcGetCUBIN" : "nvrtcGetPTX");
   char target[48];
   const char *all[16] = { target };
@@ -88,10 +90,12 @@ char *cuda_compile(const char *source, const char *arch, const char *const *opti
     get_log(program, log);
     fprintf(stderr, "%s\n", log);
     free(log);
+    destroy(&program);
     return NULL;
   }
   get_size(program, &bytes);
   char *image = calloc(1, bytes + 1);
   get(program, image);
+  destroy(&program);
   return image;
 }

@@ -184,18 +184,20 @@ static bool ring_without_group(struct rank *rank)
 static bool silent_rank(struct rank *rank)
 {
   void *other;
+  uint64_t apart;
   uint32_t word = 0;
   NEED(join(rank));
   NEED(exchange(rank, WORDS));
   NEED(!cuda.stream_synchronize(rank->stream));
   NEED(!cuda.stream_create(&other, 1));
+  NEED(!cuda.allocate(&apart, 4));
   NEED(exchange(rank, WORDS));
-  NEED(!cuda.set_words_async(rank->from, 77, 1, other));
+  NEED(!cuda.set_words_async(apart, 77, 1, other));
   NEED(!cuda.stream_synchronize(other));
   NEED(hangs(rank));
   NEED(!abort_comm(rank->comm));
   NEED(!cuda.stream_synchronize(rank->stream));
-  NEED(!cuda.to_host(&word, rank->from, 4));
+  NEED(!cuda.to_host(&word, apart, 4));
   return word == 77;
 }
 

@@ -234,18 +234,39 @@ static void free_module(struct module *module)
   free(module);
 }
 
+// Held while a context comes or goes, so that nobody gets one that is being cleared.
+static pthread_mutex_t door = PTHREAD_MUTEX_INITIALIZER;
+
 API CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
   ENTER_ANYWHERE;
   if (device < 0 || device >= device_count() || device >= MOST_DEVICES) return INVALID_DEVICE;
-  pthread_mutex_lock(&lock);
+  pthread_mutex_lock(&door);
   struct context *at = &contexts[device];
-  at->device = device;
-  at->holders++;
+  if (!at->holders++) at->device = device;
   if (!at->null_stream) at->null_stream = stream_create(at, true);
-  pthread_mutex_unlock(&lock);
+  pthread_mutex_unlock(&door);
   *context = at;
   return SUCCESS;
+}
+
+// All that was the context's goes with it: streams, modules, memory, and the fault.
+static void clear_context(struct context *context)
+{
+  stream_finish_context(context);
+  stream_destroy_others(context);
+  pthread_mutex_lock(&lock);
+  struct module *module = context->modules;
+  context->modules = NULL;
+  pthread_mutex_unlock(&lock);
+  while (module) {
+    struct module *next = module->next;
+    free_module(module);
+    module = next;
+  }
+  memory_free_all(context->device);
+  context->fault = 0;
+  context->peers = 0;
 }
 
 API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
@@ -253,22 +274,11 @@ API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice device)
   ENTER_ANYWHERE;
   if (device < 0 || device >= MOST_DEVICES) return INVALID_DEVICE;
   struct context *at = &contexts[device];
-  pthread_mutex_lock(&lock);
-  bool held = at->holders > 0, last = held && --at->holders == 0;
-  pthread_mutex_unlock(&lock);
-  if (!held) return INVALID_CONTEXT;
-  if (last) {  // all that was the context's goes with it, the fault too
-    stream_finish_context(at);
-    while (at->modules) {
-      struct module *module = at->modules;
-      at->modules = module->next;
-      free_module(module);
-    }
-    memory_free_all(device);
-    at->fault = 0;
-    at->peers = 0;
-  }
-  return SUCCESS;
+  pthread_mutex_lock(&door);
+  bool held = at->holders > 0;
+  if (held && !--at->holders) clear_context(at);
+  pthread_mutex_unlock(&door);
+  return held ? SUCCESS : INVALID_CONTEXT;
 }
 
 API CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *active)

@@ -373,7 +373,7 @@ static void run(void *argument)
   struct clique *clique = comm->clique;
   int code;
   pthread_mutex_lock(&lock);
-  bool silent = chosen("EMULATOR_NCCL_SILENT", work, &code);
+  bool silent = chosen("EMULATOR_NCCL_SILENT", work, &code) || comm->aborted || comm->error;
   for (int i = 0; i < work->count && !silent; i++) {
     struct message *message = &work->messages[i];
     message->done = false;
@@ -464,6 +464,8 @@ static ncclResult_t end_group(void)
     waits = waits && entries[i].comm->blocking;
     status = launch(entries[i].comm, entries[i].stream);
   }
+  free(entries);
+  entries = NULL;
   entry_count = 0;
   group_status = ncclSuccess;
   if (!status && !waits) {  // a communicator that does not block may say that it is not done yet

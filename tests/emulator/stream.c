@@ -246,6 +246,18 @@ void stream_destroy(struct stream *stream)
   pthread_mutex_unlock(&lock);
 }
 
+void stream_destroy_others(struct context *context)
+{
+  for (;;) {
+    pthread_mutex_lock(&lock);
+    struct stream *stream = context->streams;
+    while (stream && stream == context->null_stream) stream = stream->next;
+    pthread_mutex_unlock(&lock);
+    if (!stream) return;
+    stream_destroy(stream);
+  }
+}
+
 bool stream_known(const struct stream *stream)
 {
   pthread_mutex_lock(&lock);
@@ -539,7 +551,6 @@ int stream_end_capture(struct stream *stream, struct graph **graph)
     recordings--;
     if (status) graph_free(capture->graph);
     else *graph = capture->graph;
-    // the recording itself stays: events of it may still be asked about
   }
   pthread_mutex_unlock(&lock);
   return status;

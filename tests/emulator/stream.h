@@ -2,6 +2,7 @@
 #ifndef EMULATOR_STREAM_H
 #define EMULATOR_STREAM_H
 #include "launch.h"
+#include <stdatomic.h>
 
 enum { STREAM_NOT_READY = 600 };
 
@@ -12,7 +13,7 @@ struct graph;
 struct context {
   int device;
   int holders;
-  int fault;                   // sticky
+  atomic_int fault;            // sticky
   uint64_t peers;              // devices whose memory kernels may touch, as bits
   struct stream *null_stream;
   struct stream *streams;
@@ -40,6 +41,7 @@ struct stream_task {
 
 struct stream *stream_create(struct context *context, bool blocking);
 void stream_destroy(struct stream *stream);
+void stream_destroy_others(struct context *context);  // than the null stream
 bool stream_known(const struct stream *stream);
 // Puts the task last.  A CUresult.
 int stream_add(struct stream *stream, struct stream_task task);
