@@ -3,6 +3,7 @@
 #include <string.h>
 
 #include "layer.h"
+#include "transport_mpi_process.h"
 
 struct report {
   swathe_finding_visit *visit;
@@ -114,6 +115,25 @@ static void look_at_driver(const struct report *report)
   else find(report, "cuda driver", SWATHE_BROKEN, text, "is CUDA_VISIBLE_DEVICES set to none?");
 }
 
+// The plugins, not the MPIs behind them: opening one starts it.
+static void look_at_mpi(const struct report *report)
+{
+  static const char *const names[] = { "openmpi", "mpich" };
+  char text[1024] = "", path[512];
+  size_t used = 0;
+
+  for (int i = 0; i < 2; i++)
+    if (sw_transport_mpi_find(names[i], path, sizeof path) && used < sizeof text)
+      used += (size_t)snprintf(text + used, sizeof text - used, "%s%s (%s)", used ? ", " : "",
+                               names[i], path);
+  if (used)
+    find(report, "mpi transport", SWATHE_HEALTHY, text, "");
+  else
+    find(report, "mpi transport", SWATHE_ABSENT, "no plugin",
+         "only ranks that are processes need one: build where an MPI's headers are (apt-get "
+         "install libopenmpi-dev), or set SWATHE_MPI_PLUGIN");
+}
+
 enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
                                  void *arg)
 {
@@ -132,7 +152,7 @@ enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_
   look_at_nvrtc(&report, context->jit);
   look_at_database(&report, context);
   find(&report, "threads transport", SWATHE_HEALTHY, "ranks as threads of one process", "");
-  find(&report, "mpi transport", SWATHE_ABSENT, "not part of this version", "");
+  look_at_mpi(&report);
   look_at_driver(&report);
   return SWATHE_OK;
 }

@@ -33,39 +33,33 @@ static const char *find_name(void)
   return NULL;
 }
 
-static void *open_file(const char *path, char *why, size_t size)
-{
-  if (access(path, R_OK)) return NULL;
-  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
-  if (!library) snprintf(why, size, "%s", dlerror());
-  return library;
-}
-
 // A name with a slash is a file.  Others are looked for where $SWATHE_MPI_PLUGIN says, which may be
 // a file itself, and where this library lies.
-static void *open_plugin(const char *name, char *why, size_t size)
+bool sw_transport_mpi_find(const char *name, char *path, size_t size)
 {
-  const char *named = getenv("SWATHE_MPI_PLUGIN");
-  void *library = NULL;
+  const char *named = getenv("SWATHE_MPI_PLUGIN"), *const places[] = { "swathe/", "" };
   Dl_info here;
-  char path[4096];
 
-  if (strchr(name, '/')) return open_file(name, why, size);
+  if (strchr(name, '/')) {
+    snprintf(path, size, "%s", name);
+    return access(path, R_OK) == 0;
+  }
   if (named && *named) {
     const size_t length = strlen(named);
-    if (length > 3 && !strcmp(named + length - 3, ".so")) return open_file(named, why, size);
-    snprintf(path, sizeof path, "%s/swathe_mpi_%s.so", named, name);
-    return open_file(path, why, size);
+    const bool file = length > 3 && !strcmp(named + length - 3, ".so");
+    if (file) snprintf(path, size, "%s", named);
+    else snprintf(path, size, "%s/swathe_mpi_%s.so", named, name);
+    return access(path, R_OK) == 0;
   }
-  if (!dladdr((void *)swathe_mpi_create, &here) || !here.dli_fname) return NULL;
+  if (!dladdr((void *)swathe_mpi_create, &here) || !here.dli_fname) return false;
   const char *slash = strrchr(here.dli_fname, '/');
   const int length = slash ? (int)(slash - here.dli_fname) : 1;
-  const char *directory = slash ? here.dli_fname : ".";
-  snprintf(path, sizeof path, "%.*s/swathe/swathe_mpi_%s.so", length, directory, name);
-  library = open_file(path, why, size);
-  if (library || *why) return library;
-  snprintf(path, sizeof path, "%.*s/swathe_mpi_%s.so", length, directory, name);
-  return open_file(path, why, size);
+  for (int i = 0; i < 2; i++) {
+    snprintf(path, size, "%.*s/%sswathe_mpi_%s.so", length, slash ? here.dli_fname : ".", places[i],
+             name);
+    if (access(path, R_OK) == 0) return true;
+  }
+  return false;
 }
 
 // MPI_Finalize waits for every rank; one that is gone must not keep this one for ever.
@@ -89,18 +83,17 @@ static void finalize_at_exit(void)
 
 static enum swathe_status load(const char *name)
 {
-  char why[1024] = "";
-  void *library = open_plugin(name, why, sizeof why);
-  const struct sw_mpi_plugin *plugin = library ? dlsym(library, SW_MPI_PLUGIN_SYMBOL) : NULL;
-  char text[SW_MPI_ERROR_TEXT];
+  char path[4096], text[SW_MPI_ERROR_TEXT];
 
-  if (!library && *why) return sw_fail(SWATHE_LOAD, "the MPI plugin cannot be opened: %s", why);
-  if (!library)
+  if (!sw_transport_mpi_find(name, path, sizeof path))
     return sw_fail(SWATHE_NOT_FOUND,
                    "there is no plugin for the MPI '%s': it is built where that MPI's headers are, "
                    "lies beside the library as swathe_mpi_%s.so, and $SWATHE_MPI_PLUGIN may name "
                    "its file or directory",
                    name, name);
+  void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
+  if (!library) return sw_fail(SWATHE_LOAD, "the MPI plugin cannot be opened: %s", dlerror());
+  const struct sw_mpi_plugin *plugin = dlsym(library, SW_MPI_PLUGIN_SYMBOL);
   if (!plugin || plugin->version != SW_MPI_PLUGIN_VERSION)
     return sw_fail(SWATHE_LOAD, "the MPI plugin '%s' belongs to another version of swathe", name);
   const int code = plugin->initialize(&process.initialized_here, &process.mpi.threads);

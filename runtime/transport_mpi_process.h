@@ -14,6 +14,9 @@ struct sw_mpi_process {
 // Opens the plugin and initializes MPI, unless that is done.  `name` as in swathe_mpi_create.
 enum swathe_status sw_transport_mpi_start(const char *name, struct sw_mpi_process *process);
 
+// Where the plugin of that name is.
+bool sw_transport_mpi_find(const char *name, char *path, size_t size);
+
 // MPI is not finalized when the process ends.
 void sw_transport_mpi_keep_running(void);
 
