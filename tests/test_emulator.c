@@ -313,6 +313,195 @@ static void test_new_memory_is_poison(void **state)
   end();
 }
 
+// ---- what instructions yield
+
+// a, b, c lie in r10 to r12 and f10 to f12, {a, b} in d10, {c, c} in d11; the result in r20, or
+// f20, or d20 whose halves are `low` and `high`.
+static const struct value {
+  const char *text;
+  uint32_t a, b, c, low, high;
+} values[] = {
+  { "add.s32 %r20, %r10, %r11;", 0x7fffffff, 1, 0, 0x80000000, 0 },
+  { "sub.s32 %r20, %r10, %r11;", 0, 1, 0, 0xffffffff, 0 },
+  { "mul.lo.s32 %r20, %r10, %r11;", 0x10001, 0x10001, 0, 0x20001, 0 },
+  { "mul.hi.s32 %r20, %r10, %r11;", 0xffffffff, 2, 0, 0xffffffff, 0 },
+  { "mul.hi.u32 %r20, %r10, %r11;", 0xffffffff, 2, 0, 1, 0 },
+  { "mad.lo.s32 %r20, %r10, %r11, %r12;", 3, 5, 7, 22, 0 },
+  { "mul.wide.s32 %d20, %r10, %r11;", 0xffffffff, 3, 0, 0xfffffffd, 0xffffffff },
+  { "mul.wide.u32 %d20, %r10, %r11;", 0xffffffff, 3, 0, 0xfffffffd, 2 },
+  { "mad.wide.u32 %d20, %r10, %r11, %d11;", 0xffffffff, 2, 1, 0xffffffff, 2 },
+  { "div.s32 %r20, %r10, %r11;", (uint32_t)-7, 2, 0, (uint32_t)-3, 0 },
+  { "rem.s32 %r20, %r10, %r11;", (uint32_t)-7, 2, 0, (uint32_t)-1, 0 },
+  { "div.u32 %r20, %r10, %r11;", 0xfffffff9, 2, 0, 0x7ffffffc, 0 },
+  { "min.s32 %r20, %r10, %r11;", 0xffffffff, 1, 0, 0xffffffff, 0 },
+  { "min.u32 %r20, %r10, %r11;", 0xffffffff, 1, 0, 1, 0 },
+  { "abs.s32 %r20, %r10;", 0xfffffffb, 0, 0, 5, 0 },
+  { "shl.b32 %r20, %r10, %r11;", 1, 31, 0, 0x80000000, 0 },
+  { "shl.b32 %r20, %r10, %r11;", 1, 32, 0, 0, 0 },
+  { "shr.u32 %r20, %r10, %r11;", 0x80000000, 31, 0, 1, 0 },
+  { "shr.s32 %r20, %r10, %r11;", 0x80000000, 99, 0, 0xffffffff, 0 },
+  { "shr.s64 %d20, %d10, %r12;", 0, 0x80000000, 63, 0xffffffff, 0xffffffff },
+  { "shl.b64 %d20, %d10, %r12;", 1, 0, 40, 0, 0x100 },
+  { "shf.l.wrap.b32 %r20, %r10, %r11, %r12;", 0x80000000, 1, 1, 3, 0 },
+  { "shf.r.wrap.b32 %r20, %r10, %r11, %r12;", 2, 1, 33, 0x80000001, 0 },
+  { "shf.r.clamp.b32 %r20, %r10, %r11, %r12;", 2, 5, 40, 5, 0 },
+  { "prmt.b32 %r20, %r10, %r11, %r12;", 0x33221100, 0x77665544, 0x7513, 0x77551133, 0 },
+  { "prmt.b32 %r20, %r10, %r11, %r12;", 0x00008000, 0, 0x9999, 0xffffffff, 0 },
+  { "bfe.u32 %r20, %r10, 8, 8;", 0x12345678, 0, 0, 0x56, 0 },
+  { "bfe.s32 %r20, %r10, 4, 4;", 0x12345688, 0, 0, 0xfffffff8, 0 },
+  { "bfe.u32 %r20, %r10, 28, 8;", 0xf2345678, 0, 0, 0xf, 0 },
+  { "bfi.b32 %r20, %r10, %r11, 8, 8;", 0xab, 0x11223344, 0, 0x1122ab44, 0 },
+  { "lop3.b32 %r20, %r10, %r11, %r12, 0x96;", 0xf0f0f0f0, 0xcccccccc, 0xaaaaaaaa, 0x96969696, 0 },
+  { "lop3.b32 %r20, %r10, %r11, %r12, 0xca;", 0xffff0000, 0x12345678, 0x9abcdef0, 0x1234def0, 0 },
+  { "popc.b32 %r20, %r10;", 0xf00f, 0, 0, 8, 0 },
+  { "clz.b32 %r20, %r10;", 0x00010000, 0, 0, 15, 0 },
+  { "clz.b32 %r20, %r10;", 0, 0, 0, 32, 0 },
+  { "brev.b32 %r20, %r10;", 0x80000001, 0, 0, 0x80000001, 0 },
+  { "brev.b32 %r20, %r10;", 0x00000010, 0, 0, 0x08000000, 0 },
+  { "cvt.s64.s32 %d20, %r10;", 0x80000000, 0, 0, 0x80000000, 0xffffffff },
+  { "cvt.u64.u32 %d20, %r10;", 0x80000000, 0, 0, 0x80000000, 0 },
+  { "cvt.u32.u64 %r20, %d10;", 5, 9, 0, 5, 0 },
+  { "cvt.s32.s8 %r20, %r10;", 0x80, 0, 0, 0xffffff80, 0 },
+  { "cvt.u32.u8 %r20, %r10;", 0x1ff, 0, 0, 0xff, 0 },
+  { "cvt.u16.u32 %h1, %r10;\ncvt.s32.s16 %r20, %h1;", 0x18000, 0, 0, 0xffff8000, 0 },
+  { "cvt.rn.f32.s32 %f20, %r10;", 0xffffffff, 0, 0, 0xbf800000, 0 },
+  { "cvt.rn.f32.u32 %f20, %r10;", 0xffffffff, 0, 0, 0x4f800000, 0 },
+  { "cvt.rzi.s32.f32 %r20, %f10;", 0xbfc00000, 0, 0, 0xffffffff, 0 },
+  { "cvt.rni.s32.f32 %r20, %f10;", 0x40200000, 0, 0, 2, 0 },
+  { "cvt.rmi.s32.f32 %r20, %f10;", 0xbfc00000, 0, 0, 0xfffffffe, 0 },
+  { "cvt.rzi.s32.f32 %r20, %f10;", 0x7fc00000, 0, 0, 0, 0 },
+  { "cvt.rzi.s32.f32 %r20, %f10;", 0x4f000000, 0, 0, 0x7fffffff, 0 },
+  { "cvt.rzi.u32.f32 %r20, %f10;", 0xbf800000, 0, 0, 0, 0 },
+  { "cvt.rn.bf16x2.f32 %r20, %f10, %f11;", 0x3f808000, 0x3f818000, 0, 0x3f803f82, 0 },
+  { "cvt.rn.f16x2.f32 %r20, %f10, %f11;", 0x477ff000, 0x33800000, 0, 0x7c000001, 0 },
+  { "cvt.rn.f16x2.f32 %r20, %f10, %f11;", 0x477fefff, 0x33000000, 0, 0x7bff0000, 0 },
+  { "cvt.rn.f16x2.f32 %r20, %f10, %f11;", 0x7fc00000, 0xff800000, 0, 0x7ffffc00, 0 },
+  { "mov.b32 {%h1, %h2}, %r10;\ncvt.f32.f16 %f20, %h2;", 0x00010000, 0, 0, 0x33800000, 0 },
+  { "mov.b32 {%h1, %h2}, %r10;\ncvt.f32.f16 %f20, %h1;", 0xc000, 0, 0, 0xc0000000, 0 },
+  { "mov.b32 {%h1, %h2}, %r10;\nmov.b32 %r20, {%h2, %h1};", 0x12345678, 0, 0, 0x56781234, 0 },
+  { "min.f32 %f20, %f10, %f11;", 0x7fc00000, 0x40000000, 0, 0x40000000, 0 },
+  { "max.f32 %f20, %f10, %f11;", 0x80000000, 0, 0, 0, 0 },
+  { "min.f32 %f20, %f10, %f11;", 0, 0x80000000, 0, 0x80000000, 0 },
+  { "max.f32 %f20, %f10, %f11;", 0x7fc00000, 0xffc00000, 0, 0x7fffffff, 0 },
+  { "fma.rn.f32 %f20, %f10, %f11, %f12;", 0x3f800001, 0x3f800001, 0xbf800002, 0x28800000, 0 },
+  { "mul.f32 %f20, %f10, %f11;", 0x00800000, 0x3f000000, 0, 0x00400000, 0 },
+  { "mul.ftz.f32 %f20, %f10, %f11;", 0x00800000, 0x3f000000, 0, 0, 0 },
+  { "neg.f32 %f20, %f10;", 0, 0, 0, 0x80000000, 0 },
+  { "ex2.approx.ftz.f32 %f20, %f10;", 0x40400000, 0, 0, 0x41000000, 0 },
+  { "ex2.approx.ftz.f32 %f20, %f10;", 0xff800000, 0, 0, 0, 0 },
+  { "ex2.approx.ftz.f32 %f20, %f10;", 0x43000000, 0, 0, 0x7f800000, 0 },
+  { "ex2.approx.ftz.f32 %f20, %f10;", 0xc2fe0000, 0, 0, 0, 0 },
+  { "ex2.approx.f32 %f20, %f10;", 0xc2fe0000, 0, 0, 0x00400000, 0 },
+  { "lg2.approx.f32 %f20, %f10;", 0, 0, 0, 0xff800000, 0 },
+  { "rcp.approx.ftz.f32 %f20, %f10;", 0, 0, 0, 0x7f800000, 0 },
+  { "setp.lt.s32 %p1, %r10, %r11;\nselp.b32 %r20, 1, 2, %p1;", 0xffffffff, 0, 0, 1, 0 },
+  { "setp.lt.u32 %p1, %r10, %r11;\nselp.b32 %r20, 1, 2, %p1;", 0xffffffff, 0, 0, 2, 0 },
+  { "setp.ne.f32 %p1, %f10, %f10;\nselp.b32 %r20, 1, 2, %p1;", 0x7fc00000, 0, 0, 2, 0 },
+  { "setp.neu.f32 %p1, %f10, %f10;\nselp.b32 %r20, 1, 2, %p1;", 0x7fc00000, 0, 0, 1, 0 },
+  { "setp.ltu.f32 %p1, %f10, %f11;\nselp.b32 %r20, 1, 2, %p1;", 0x7fc00000, 0, 0, 1, 0 },
+  { "setp.gt.and.s32 %p1|%p2, %r10, %r11, 1;\nselp.b32 %r20, 1, 2, %p2;", 1, 2, 0, 1, 0 },
+  { "setp.eq.s64 %p1, %d10, %d11;\nselp.b64 %d20, %d10, %d11, %p1;", 7, 7, 7, 7, 7 },
+  { "st.global.u32 [%d1+512], %r10;\nld.global.s8 %r20, [%d1+513];", 0x8000, 0, 0, 0xffffff80, 0 },
+  { "st.global.v2.u32 [%d1+512], {%r10, %r11};\nld.global.u64 %d20, [%d1+512];", 1, 2, 0, 1, 2 },
+  { "st.global.u32 [%d1+512], %r10;\natom.global.add.u32 %r21, [%d1+512], 5;\n"
+    "ld.global.u32 %r20, [%d1+512];", 7, 0, 0, 12, 0 },
+  { "st.global.u32 [%d1+512], %r10;\nred.global.max.s32 [%d1+512], %r11;\n"
+    "ld.global.u32 %r20, [%d1+512];", 0xffffffff, 3, 0, 3, 0 },
+  { "st.global.u32 [%d1+512], %r10;\natom.global.cas.b32 %r20, [%d1+512], 7, 9;\n"
+    "ld.global.u32 %r21, [%d1+512];\nadd.u32 %r20, %r20, %r21;", 7, 0, 0, 16, 0 },
+  { ".local .align 8 .b8 own[16];\nst.local.u32 [own+4], %r10;\nmov.u64 %d12, own;\n"
+    "cvta.local.u64 %d12, %d12;\nld.u32 %r20, [%d12+4];", 77, 0, 0, 77, 0 },
+  { "cvt.u64.u32 %d12, %r3;\ncvta.shared.u64 %d12, %d12;\nst.u32 [%d12], %r10;\n"
+    "ld.shared.u32 %r20, [%r3];", 78, 0, 0, 78, 0 },
+  { "ts: .branchtargets one, two;\nbrx.idx %r10, ts;\none:\nmov.u32 %r20, 1;\nbra both;\ntwo:\n"
+    "mov.u32 %r20, 2;\nboth:", 1, 0, 0, 2, 0 },
+  { "{\n.reg .b32 %r10;\nmov.u32 %r10, 4;\nmov.u32 %r20, %r10;\n}\n"
+    "add.u32 %r20, %r20, %r10;", 3, 0, 0, 7, 0 },
+};
+
+static void test_values(void **state)
+{
+  (void)state;
+  begin();
+  for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+    const struct value *value = &values[i];
+    char body[1024];
+    uint32_t is[2];
+    bool wide = strstr(value->text, "%d20"), real = strstr(value->text, "%f20");
+    snprintf(body, sizeof body, "mov.u32 %%r10, 0x%x;\nmov.u32 %%r11, 0x%x;\nmov.u32 %%r12, 0x%x;\n"
+             "mov.b32 %%f10, %%r10;\nmov.b32 %%f11, %%r11;\nmov.b32 %%f12, %%r12;\n"
+             "mov.b64 %%d10, {%%r10, %%r11};\nmov.b64 %%d11, {%%r12, %%r12};\nmov.u32 %%r21, 0;\n"
+             "%s\n%s\nst.global.v2.u32 [%%d1], {%%r20, %%r21};\n", value->a, value->b, value->c,
+             value->text, wide ? "mov.b64 {%r20, %r21}, %d20;" : real ? "mov.b32 %r20, %f20;" : "");
+    assert_int_equal(run("sm_80", body, 1, 1, 64), 0);
+    assert_int_equal(cuda.to_host(is, output, 8), 0);
+    if (is[0] != value->low || (wide && is[1] != value->high))
+      fail_msg("%s of %08x, %08x, %08x: %08x %08x", value->text, value->a, value->b, value->c,
+               is[0], is[1]);
+  }
+  end();
+}
+
+static uint32_t three(uint32_t l) { return 3 * l; }
+static uint32_t crossed(uint32_t l) { return three(l ^ 5); }
+static uint32_t from_below(uint32_t l) { return three(l < 4 ? l : l - 4); }
+static uint32_t from_above(uint32_t l) { return three(l + 4 > 31 ? l : l + 4); }
+static uint32_t from_above_in_eights(uint32_t l) { return three(l % 8 + 4 > 7 ? l : l + 4); }
+static uint32_t first_of_eight(uint32_t l) { return three(l / 8 * 8); }
+static uint32_t odd(uint32_t l) { return (void)l, 0xaaaaaaaa; }
+static uint32_t sum(uint32_t l) { return (void)l, 3 * 31 * 16; }
+static uint32_t largest(uint32_t l) { return (void)l, 93; }
+static uint32_t within(uint32_t l) { return l < 4 ? 2 : 1; }
+static uint32_t below(uint32_t l) { return (1u << l) - 1; }
+static uint32_t paths(uint32_t l) { return l < 10 ? 100 + l : l < 20 ? 200 + l : 300 + l; }
+static uint32_t loops(uint32_t l) { return l * (l + 1) / 2; }
+static uint32_t votes(uint32_t l) { return (void)l, 1; }
+
+// Of a warp's lanes, where lane l has 3 l: what each gets, as a function of its number.
+static const struct exchange {
+  const char *text;
+  uint32_t (*of)(uint32_t lane);
+} exchanges[] = {
+  { "shfl.sync.bfly.b32 %r20, %r10, 5, 31, -1;", crossed },
+  { "shfl.sync.up.b32 %r20, %r10, 4, 0, -1;", from_below },
+  { "shfl.sync.down.b32 %r20, %r10, 4, 31, -1;", from_above },
+  { "shfl.sync.down.b32 %r20, %r10, 4, 0x181f, -1;", from_above_in_eights },
+  { "shfl.sync.idx.b32 %r20, %r10, 0, 0x181f, -1;", first_of_eight },
+  { "shfl.sync.up.b32 %r21|%p1, %r10, 4, 0, -1;\nselp.b32 %r20, 1, 2, %p1;", within },
+  { "and.b32 %r20, %r1, 1;\nsetp.eq.u32 %p1, %r20, 1;\n"
+    "vote.sync.ballot.b32 %r20, %p1, -1;", odd },
+  { "setp.lt.u32 %p1, %r1, 32;\nvote.sync.all.pred %p2, %p1, -1;\nselp.b32 %r20, 1, 0, %p2;",
+    votes },
+  { "redux.sync.add.s32 %r20, %r10, -1;", sum },
+  { "redux.sync.max.u32 %r20, %r10, -1;", largest },
+  { "mov.u32 %r20, %lanemask_lt;", below },
+  { "setp.lt.u32 %p1, %r1, 10;\nsetp.lt.u32 %p2, %r1, 20;\n@%p1 bra ten;\n@%p2 bra twenty;\n"
+    "add.u32 %r20, %r1, 300;\nbra joined;\nten:\nadd.u32 %r20, %r1, 100;\nbra joined;\ntwenty:\n"
+    "add.u32 %r20, %r1, 200;\njoined:\nbar.warp.sync -1;\n", paths },
+  { "mov.u32 %r20, 0;\nmov.u32 %r21, %r1;\nround:\nadd.u32 %r20, %r20, %r21;\n"
+    "setp.eq.u32 %p1, %r21, 0;\n@%p1 bra over;\nsub.u32 %r21, %r21, 1;\nbra round;\nover:\n"
+    "bar.warp.sync -1;\n", loops },
+};
+
+static void test_lanes(void **state)
+{
+  (void)state;
+  begin();
+  for (size_t i = 0; i < sizeof exchanges / sizeof *exchanges; i++) {
+    char body[1024];
+    uint32_t is[32];
+    snprintf(body, sizeof body, "mul.lo.u32 %%r10, %%r1, 3;\n%s\nst.global.u32 [%%d4], %%r20;\n",
+             exchanges[i].text);
+    assert_int_equal(run("sm_80", body, 1, 32, 64), 0);
+    assert_int_equal(cuda.to_host(is, output, sizeof is), 0);
+    for (uint32_t l = 0; l < 32; l++)
+      if (is[l] != exchanges[i].of(l))
+        fail_msg("%s: lane %u has %08x, not %08x", exchanges[i].text, l, is[l],
+                 exchanges[i].of(l));
+  }
+  end();
+}
+
 // ---- what cannot be loaded or launched
 
 static void test_unknown_instruction(void **state)
@@ -862,6 +1051,8 @@ int main(void)
     cmocka_unit_test_teardown(test_fault_says_where, leave),
     cmocka_unit_test_teardown(test_freed_memory, leave),
     cmocka_unit_test_teardown(test_new_memory_is_poison, leave),
+    cmocka_unit_test_teardown(test_values, leave),
+    cmocka_unit_test_teardown(test_lanes, leave),
     cmocka_unit_test_teardown(test_unknown_instruction, leave),
     cmocka_unit_test_teardown(test_what_it_does_not_load, leave),
     cmocka_unit_test_teardown(test_launch_limits, leave),
