@@ -316,20 +316,27 @@ DEVICE void for_chunks(int rows, int dim, int thread, int threads, Body body) {
   }
 }
 
+// Asks for the caller's column of chunks in the first `count` of `rows` rows, the others become 0:
+// its first row starts at `from`, each of the next `step` elements on.  For threads in a multiple
+// of a row's chunks.
+DEVICE void ask_column(unsigned tile, int rows, int dim, const elem *from, sw_int64 step, int count,
+                       int thread, int threads) {
+  int apart = threads / CHUNKS(dim), row = thread / CHUNKS(dim), chunk = thread % CHUNKS(dim);
+#pragma unroll
+  for (int i = 0; i < (rows + apart - 1) / apart; i++) {
+    if (rows % apart == 0 || row < rows)
+      ask_chunk(chunk_at(tile, dim, row, chunk), from, dim, chunk, row < count);
+    row += apart;
+    from += step;
+  }
+}
 // Asks for the first `count` of `rows` rows, `stride` elements apart from `first` on, all aligned;
 // the others become 0.
 DEVICE void ask_rows(unsigned tile, int rows, int dim, const elem *first, sw_int64 stride,
                      int count, int thread, int threads) {
-  if (threads % CHUNKS(dim) == 0) {    // a thread keeps to its column of chunks
-    int step = threads / CHUNKS(dim), row = thread / CHUNKS(dim), chunk = thread % CHUNKS(dim);
-    const elem *from = first + row * stride;
-#pragma unroll
-    for (int i = 0; i < (rows + step - 1) / step; i++) {
-      if (rows % step == 0 || row < rows)
-        ask_chunk(chunk_at(tile, dim, row, chunk), from, dim, chunk, row < count);
-      row += step;
-      from += step * stride;
-    }
+  if (threads % CHUNKS(dim) == 0) {
+    ask_column(tile, rows, dim, first + thread / CHUNKS(dim) * stride,
+               threads / CHUNKS(dim) * stride, count, thread, threads);
   } else {
     for_chunks(rows, dim, thread, threads, [&](int row, int chunk) {
       ask_chunk(chunk_at(tile, dim, row, chunk), first + row * stride, dim, chunk, row < count);
@@ -391,17 +398,24 @@ DEVICE void load_queries(unsigned tile, int rows, int dim, const struct sw_view 
                          int threads) {
   const elem *first = elem_at(view, row, head, batch);
   sw_int64 token_stride = view.token, head_stride = view.head;
-  if (is_aligned(first) && token_stride % 8 == 0 && (pack == 1 || head_stride % 8 == 0))
+  bool aligned = is_aligned(first) && token_stride % 8 == 0 &&
+                 (pack == 1 || head_stride % 8 == 0);
+  if (aligned && threads % CHUNKS(dim) == 0 && threads / CHUNKS(dim) % pack == 0) {
+    int m = thread / CHUNKS(dim);      // whole queries further on it is the same head's turn
+    ask_column(tile, rows, dim, first + m / pack * token_stride + m % pack * head_stride,
+               threads / CHUNKS(dim) / pack * token_stride, tokens * pack, thread, threads);
+  } else if (aligned) {
     for_chunks(rows, dim, thread, threads, [&](int m, int chunk) {
       ask_chunk(chunk_at(tile, dim, m, chunk),
                 first + m / pack * token_stride + m % pack * head_stride, dim, chunk,
                 m < tokens * pack);
     });
-  else
+  } else {
     for_chunks_slowly(rows, dim, thread, threads, [&](int m, int chunk) {
       const elem *from = first + m / pack * token_stride + m % pack * head_stride;
       load_chunk(chunk_at(tile, dim, m, chunk), m < tokens * pack ? from : 0, dim, chunk);
     });
+  }
 }
 
 // ---- mask ---------------------------------------------------------------------------------------
