@@ -101,6 +101,7 @@ static int leave(void **state)
   while (!cuda.release(0)) {}
   unsetenv("EMULATOR_ARCH");
   unsetenv("EMULATOR_QUIET");
+  unsetenv("EMULATOR_RACES");
   unsetenv("EMULATOR_DEVICES");
   unsetenv("EMULATOR_FAIL");
   unsetenv("EMULATOR_MEMORY_BYTES");
@@ -270,6 +271,32 @@ static void test_faults(void **state)
   }
   unsetenv("EMULATOR_ARCH");
   unsetenv("EMULATOR_QUIET");
+}
+
+// A copy that was not waited for is not there yet, by chance; unwatched, the numbers show it.
+static void test_late_copies_show_in_the_numbers(void **state)
+{
+  (void)state;
+  setenv("EMULATOR_RACES", "0", 1);
+  for (int waits = 0; waits < 2; waits++) {
+    int late = 0;
+    for (int s = 0; s < SEEDS; s++) {
+      uint32_t is[32];
+      seed(s);
+      begin();
+      assert_int_equal(run("sm_80", waits ? COPY COMMIT WAIT(0) MINE : COPY COMMIT MINE WAIT(0), 1,
+                           32, 2048), 0);
+      assert_int_equal(cuda.to_host(is, output, sizeof is), 0);
+      for (uint32_t l = 0; l < 32; l++) {
+        assert_true(is[l] == l || is[l] == UINT32_MAX);
+        late += is[l] != l;
+      }
+      end();
+    }
+    if (waits) assert_int_equal(late, 0);
+    else assert_in_range(late, SEEDS * 8, SEEDS * 24);
+  }
+  unsetenv("EMULATOR_RACES");
 }
 
 static void test_fault_says_where(void **state)
@@ -1048,6 +1075,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test_teardown(test_faults, leave),
+    cmocka_unit_test_teardown(test_late_copies_show_in_the_numbers, leave),
     cmocka_unit_test_teardown(test_fault_says_where, leave),
     cmocka_unit_test_teardown(test_freed_memory, leave),
     cmocka_unit_test_teardown(test_new_memory_is_poison, leave),
