@@ -1108,6 +1108,21 @@ static void b32_rows_behind_the_documents_become_zero(void **state)
                                                 .document_starts = starts });
 }
 
+static void note_compiler(void *arg, const struct swathe_finding *finding)
+{
+  if (!strcmp(finding->what, "cuda compiler")) *(bool *)arg = finding->health == SWATHE_HEALTHY;
+}
+
+static bool has_nvrtc(void)
+{
+  struct swathe_context *opened = NULL;
+  bool found = false;
+  if (swathe_open(&(struct swathe_options){ .database = "" }, &opened)) return false;
+  swathe_doctor(opened, note_compiler, &found);
+  swathe_close(opened);
+  return found;
+}
+
 // What shows in results alone, of inputs that bf16 holds and to its precision; the rest is about a
 // host that both targets share, or about what fp32 tells apart.
 static int run_on_cuda(void)
@@ -1134,8 +1149,8 @@ static int run_on_cuda(void)
     cmocka_unit_test(b34_windows_around_a_multiple_of_the_share),
   };
   const char *driver = getenv("TEST_LIBCUDA");
-  if (!driver) {
-    printf("test_cases cuda: skipped, TEST_LIBCUDA names no driver\n");
+  if (!driver || !has_nvrtc()) {
+    printf("test_cases cuda: skipped, there is no NVRTC, or TEST_LIBCUDA names no driver\n");
     return 0;
   }
   setenv("SWATHE_LIBCUDA", driver, 1);
