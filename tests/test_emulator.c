@@ -102,6 +102,7 @@ static int leave(void **state)
   unsetenv("EMULATOR_ARCH");
   unsetenv("EMULATOR_QUIET");
   unsetenv("EMULATOR_RACES");
+  unsetenv("EMULATOR_MOST_INSTRUCTIONS");
   unsetenv("EMULATOR_DEVICES");
   unsetenv("EMULATOR_FAIL");
   unsetenv("EMULATOR_MEMORY_BYTES");
@@ -311,6 +312,19 @@ static void test_fault_says_where(void **state)
   assert_non_null(strstr(said(), "@%p1 st.global.u32 [%d4+8192], %r1;"));
   end();
   unsetenv("EMULATOR_QUIET");
+}
+
+static void test_endless_loop(void **state)
+{
+  (void)state;
+  setenv("EMULATOR_QUIET", "1", 1);
+  setenv("EMULATOR_MOST_INSTRUCTIONS", "100000", 1);
+  begin();
+  assert_int_equal(run("sm_80", "again:\nadd.u32 %r20, %r20, 1;\nbra again;\n", 1, 64, 0),
+                   LAUNCH_FAILED);
+  assert_true(says("the block does not end"));
+  end();
+  unsetenv("EMULATOR_MOST_INSTRUCTIONS");
 }
 
 static void test_freed_memory(void **state)
@@ -1077,6 +1091,7 @@ int main(void)
     cmocka_unit_test_teardown(test_faults, leave),
     cmocka_unit_test_teardown(test_late_copies_show_in_the_numbers, leave),
     cmocka_unit_test_teardown(test_fault_says_where, leave),
+    cmocka_unit_test_teardown(test_endless_loop, leave),
     cmocka_unit_test_teardown(test_freed_memory, leave),
     cmocka_unit_test_teardown(test_new_memory_is_poison, leave),
     cmocka_unit_test_teardown(test_values, leave),

@@ -242,6 +242,14 @@ static _Noreturn void report_deadlock(struct machine_block *block)
   machine_fault(block, first, -1, MACHINE_LAUNCH_FAILED, "no warp can go on:%s", text);
 }
 
+static _Noreturn void report_endless(struct machine_block *block, const struct machine_warp *warp)
+{
+  int position = warp->group_count ? warp->groups[0].position : 1;
+  machine_fault(block, &block->code->ops[position ? position - 1 : 0], -1, MACHINE_LAUNCH_FAILED,
+                "the block does not end: %llu instructions so far",
+                (unsigned long long)block->instructions);
+}
+
 // The groups that waited for a phase that is over may look again.
 static void wake(struct machine_block *block, struct machine_warp *warp)
 {
@@ -278,6 +286,7 @@ static void run_warps(struct machine_block *block)
     }
     if (!chosen) report_deadlock(block);
     machine_run_warp(block, chosen);
+    if (block->instructions > block->launch->most_instructions) report_endless(block, chosen);
     if (chosen->group_count) continue;
     // a warp that has ended is no longer waited for
     for (int i = 0; i < MACHINE_BARRIERS; i++)

@@ -183,9 +183,9 @@ API CUresult cuDeviceGetUuid_v2(unsigned char *uuid, CUdevice device)
 API CUresult cuDeviceTotalMem_v2(size_t *bytes, CUdevice device)
 {
   ENTER_ANYWHERE;
-  (void)device;
+  if (device < 0 || device >= MOST_DEVICES) return INVALID_DEVICE;
   uint64_t free_bytes, total;
-  memory_room(&free_bytes, &total);
+  memory_room(device, &free_bytes, &total);
   *bytes = total;
   return SUCCESS;
 }
@@ -418,7 +418,7 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {
   ENTER;
   uint64_t left, total;
-  memory_room(&left, &total);
+  memory_room(current()->device, &left, &total);
   *free_bytes = left;
   *total_bytes = total;
   return SUCCESS;

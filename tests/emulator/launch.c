@@ -121,6 +121,8 @@ int launch_run(const struct launch_request *request, uint64_t peers, uint64_t se
   job.launch.device = request->device;
   job.launch.peers = peers;
   job.launch.seed = seed;
+  const char *most = getenv("EMULATOR_MOST_INSTRUCTIONS");
+  job.launch.most_instructions = most ? strtoull(most, NULL, 10) : UINT64_C(1) << 32;
   job.launch.watch = watch;
   // a tag has 28 bits; a process that uses them up is no longer watched between blocks
   job.launch.first_tag = (uint32_t)atomic_fetch_add(&next_tag, job.count) & 0xfffffff;

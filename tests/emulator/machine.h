@@ -28,6 +28,7 @@ struct machine_launch {
   int device;
   uint64_t peers;              // devices whose memory it may touch as well
   uint64_t seed;
+  uint64_t most_instructions;  // of a block: more is an endless loop
   uint32_t first_tag;          // blocks are first_tag + their number, unlike any other launch's
   bool watch;                  // races
   atomic_int status;

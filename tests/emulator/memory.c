@@ -8,11 +8,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { PAGE = 4096, REMEMBERED = 256 };
+enum { PAGE = 4096, REMEMBERED = 256, DEVICES = 64 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct memory_table *current;
-static uint64_t used_bytes;
+static uint64_t used_bytes[DEVICES];
 static struct { uint64_t begin, bytes; } freed[REMEMBERED];
 static unsigned freed_count;
 
@@ -63,7 +63,7 @@ uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, int device, bool
   if (!bytes) return 0;
   pthread_mutex_lock(&lock);
   uint64_t address = 0;
-  if (kind == MEMORY_PINNED || used_bytes + bytes <= total_bytes()) {
+  if (kind == MEMORY_PINNED || used_bytes[device] + bytes <= total_bytes()) {
     // a page after the end that nobody may touch, so that a copy past it is seen as well
     char *base = map(mapped_bytes(bytes) + PAGE, 0);
     if (base) {
@@ -73,7 +73,7 @@ uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, int device, bool
       if (kind == MEMORY_DEVICE) {
         memset(base, 0xff, bytes);
         region.begin |= MEMORY_DEVICE_BIT;
-        used_bytes += bytes;
+        used_bytes[device] += bytes;
         if (watched) region.shadow = map(2 * mapped_bytes(bytes), MAP_NORESERVE);
       }
       insert(region);
@@ -93,7 +93,7 @@ static void forget(int at)
          (size_t)(current->count - 1 - at) * sizeof region);
   drop(current);
   current = table;
-  if (!region.pinned) used_bytes -= region.bytes;
+  if (!region.pinned) used_bytes[region.device] -= region.bytes;
   freed[freed_count % REMEMBERED].begin = region.begin;
   freed[freed_count++ % REMEMBERED].bytes = region.bytes;
   munmap(MEMORY_HOST(region.begin), mapped_bytes(region.bytes) + PAGE);
@@ -122,11 +122,11 @@ void memory_free_all(int device)
   pthread_mutex_unlock(&lock);
 }
 
-void memory_room(uint64_t *free_bytes, uint64_t *total)
+void memory_room(int device, uint64_t *free_bytes, uint64_t *total)
 {
   pthread_mutex_lock(&lock);
   *total = total_bytes();
-  *free_bytes = *total - used_bytes;
+  *free_bytes = *total - used_bytes[device];
   pthread_mutex_unlock(&lock);
 }
 

@@ -29,7 +29,7 @@ enum memory_kind { MEMORY_DEVICE, MEMORY_PINNED };
 uint64_t memory_allocate(uint64_t bytes, enum memory_kind kind, int device, bool watched);
 bool memory_free(uint64_t address, enum memory_kind kind);
 void memory_free_all(int device);
-void memory_room(uint64_t *free_bytes, uint64_t *total_bytes);
+void memory_room(int device, uint64_t *free_bytes, uint64_t *total_bytes);
 
 struct memory_table *memory_hold(void);
 void memory_release(struct memory_table *table);
