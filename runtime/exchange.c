@@ -79,7 +79,8 @@ void sw_exchange_read_knobs(const char *config, struct sw_exchange_knobs *knobs)
   for (const char *at = config; *at; at += strcspn(at, ","), at += *at == ',')
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
       const size_t length = strlen(rows[i].name);
-      if (!strncmp(at, rows[i].name, length)) *rows[i].value = atoi(at + length);
+      if (!strncmp(at, rows[i].name, length))
+        *rows[i].value = (int32_t)strtol(at + length, NULL, 10);
     }
 }
 

@@ -35,10 +35,15 @@ void sw_sums_clear(struct sw_sums *sums)
 
 void sw_sums_free(struct sw_sums *sums)
 {
-  struct sw_list *const lists[] = { &sums->own,    &sums->wire,    &sums->shared,
-                                    &sums->pieces, &sums->sources, &sums->terms,
-                                    &sums->keys,   &sums->scratch, &sums->active };
-  for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) sw_list_free(lists[i]);
+  sw_list_free(&sums->pieces);
+  sw_list_free(&sums->sources);
+  sw_list_free(&sums->terms);
+  sw_list_free(&sums->own);
+  sw_list_free(&sums->wire);
+  sw_list_free(&sums->shared);
+  sw_list_free(&sums->keys);
+  sw_list_free(&sums->scratch);
+  sw_list_free(&sums->active);
 }
 
 enum swathe_status sw_sums_claim(struct sw_sums *sums, enum sw_place place, int64_t index,

@@ -444,7 +444,7 @@ static void free_tuning(struct tuning *tuning)
   swathe_layer_destroy(tuning->layer);
   for (int i = 0; i < INPUTS; i++) free(tuning->inputs[i].data);
   for (int i = 0; i < OUTPUTS; i++) free(tuning->outputs[i].data), free(tuning->expected[i].data);
-  for (int64_t i = 0; i < tuning->count; i++) free((char *)(uintptr_t)tuning->candidates[i].config);
+  for (int64_t i = 0; i < tuning->count; i++) free((void *)tuning->candidates[i].config);
   free(tuning->candidates);
   free(tuning->orders);
   free(tuning->reports);

@@ -199,14 +199,14 @@ static enum cli_exit tune_exchange(const struct cli_args *args, const struct cli
   if (!code) code = cli_ranks_open(args, given->sharding.ranks, &ranks);
   if (code) return code;
   struct member *members = calloc((size_t)ranks.count, sizeof *members);
-  if (!members) code = cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks.count);
-  for (int32_t i = 0; i < ranks.count && !code; i++) {
+  for (int32_t i = 0; members && i < ranks.count; i++) {
     members[i].given = given;
     members[i].options = options;
     members[i].transport = cli_ranks_transport(&ranks, ranks.first + i);
   }
-  if (!code) code = run_members(members, &ranks);
-  if (!code && ranks.first == 0) code = report_exchange(args, given, &members[0].tuned);
+  if (members) code = run_members(members, &ranks);
+  else code = cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks.count);
+  if (members && !code && ranks.first == 0) code = report_exchange(args, given, &members[0].tuned);
   free(members);
   cli_ranks_close(&ranks);
   return code;
@@ -293,8 +293,7 @@ const struct cli_verb cli_verb_tune = {
                 "everything there is, into a database to pass around",
                 "swathe tune --model gemma-3-1b --exhaustive --budget 3600 --database cluster.db",
                 "the exchange of four hosts",
-                "mpirun -n 4 swathe tune --model gpt-oss-20b --tokens 32768 --ranks 4 "
-                "--transport mpi",
+                "mpirun -n 4 swathe tune --model gpt-oss-20b --ranks 4 --transport mpi",
                 NULL },
   .run = run,
 };
