@@ -154,6 +154,7 @@ static const struct plan {
 struct rank {
   struct faulty faulty;
   struct swathe_context *context;  // NULL: the one of all
+  bool stays;                      // with the first layout
   const struct swathe_problem *problem;
   struct sequence *sequence;
   struct share *shares[2];
@@ -170,6 +171,7 @@ static enum swathe_status train(struct rank *rank)
   enum swathe_status status = SWATHE_OK;
   for (int i = 0; i < 2 && !status; i++) {
     shardings[i].ranks = rank->faulty.transport.ranks;
+    if (i == 1 && rank->stays) shardings[i].layout = plan.first.layout;
     status = swathe_layer_shard(layer, &shardings[i]);
     if (!status) status = swathe_layer_forward(layer, &rank->shares[i]->tensors, NULL);
     if (!status) status = swathe_layer_backward(layer, &rank->shares[i]->tensors, NULL);
@@ -347,6 +349,23 @@ static void faults_are_named(void **state)
   }
 }
 
+// A micro-batch later one rank still has the layout of the one before.
+static void every_sharding_is_compared(void **state)
+{
+  struct rank ranks[MOST_RANKS];
+  (void)state;
+  memset(ranks, 0, sizeof ranks);
+  make_shares(ranks, 2, &problem, sequence);
+  ranks[0].faulty.left = ranks[1].faulty.left = -1;
+  ranks[1].stays = true;
+  run_ranks(ranks, 2, 20);
+  for (int r = 0; r < 2; r++) {
+    assert_int_equal(ranks[r].status, SWATHE_DISAGREE);
+    assert_non_null(strstr(ranks[r].words, "rank 1 and rank 0 do not hold the same sharding"));
+  }
+  free_shares(ranks, 2);
+}
+
 // A call that fails while its messages wait for rank 0.
 static void a_failed_call_is_told(void **state)
 {
@@ -430,6 +449,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(faults_are_named),
+    cmocka_unit_test(every_sharding_is_compared),
     cmocka_unit_test(a_failed_call_is_told),
     cmocka_unit_test(a_rank_that_cannot_is_named),
     cmocka_unit_test(no_fault_hangs_or_passes),
