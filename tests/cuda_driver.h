@@ -55,6 +55,7 @@ struct cuda_driver {
   int (*graph_exec_destroy)(void *);
   int (*error_name)(int, const char **);
   int (*words)(char *, size_t);          // the emulator's; NULL where it is a real driver
+  uint64_t (*count)(const char *);       // likewise
 };
 
 // Opens `path`, or libcuda.so.1 where it is NULL.  False and words on stderr where it cannot.

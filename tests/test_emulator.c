@@ -543,6 +543,30 @@ static void test_lanes(void **state)
   end();
 }
 
+// 8 rows of 16 bytes in different banks are one pass; all in the same are eight.
+static void test_counts(void **state)
+{
+  (void)state;
+  begin();
+  for (int shift = 4; shift < 8; shift += 3) {
+    char body[1024];
+    uint64_t mma = cuda.count("mma"), replays = cuda.count("replays");
+    uint64_t ldmatrix = cuda.count("ldmatrix"), barriers = cuda.count("barriers");
+    uint64_t bytes = cuda.count("copied bytes");
+    snprintf(body, sizeof body, "%sand.b32 %%r6, %%r1, 7;\n"
+             "shl.b32 %%r6, %%r6, %d;\nadd.u32 %%r6, %%r3, %%r6;\n"
+             "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%%r7, %%r8}, [%%r6];\n%s",
+             COPY COMMIT WAIT(0) BARRIER, shift, FRAGMENTS MMA MMA);
+    assert_int_equal(run("sm_80", body, 3, 256, 2048), 0);
+    assert_int_equal(cuda.count("mma") - mma, 3 * 8 * 2);
+    assert_int_equal(cuda.count("ldmatrix") - ldmatrix, 3 * 8);
+    assert_int_equal(cuda.count("replays") - replays, shift == 4 ? 0 : 3 * 8 * 2 * 7);
+    assert_int_equal(cuda.count("barriers") - barriers, 3);
+    assert_int_equal(cuda.count("copied bytes") - bytes, 3 * 256 * 4);
+  }
+  end();
+}
+
 // ---- what cannot be loaded or launched
 
 static void test_unknown_instruction(void **state)
@@ -1096,6 +1120,7 @@ int main(void)
     cmocka_unit_test_teardown(test_new_memory_is_poison, leave),
     cmocka_unit_test_teardown(test_values, leave),
     cmocka_unit_test_teardown(test_lanes, leave),
+    cmocka_unit_test_teardown(test_counts, leave),
     cmocka_unit_test_teardown(test_unknown_instruction, leave),
     cmocka_unit_test_teardown(test_what_it_does_not_load, leave),
     cmocka_unit_test_teardown(test_launch_limits, leave),

@@ -31,6 +31,7 @@ void machine_cp_async(struct machine_block *block, struct machine_warp *warp,
   struct machine_copy *copy = add_copy(warp);
   copy->op = op;
   copy->mask = mask;
+  block->counts[MACHINE_COPIED_BYTES] += (uint64_t)__builtin_popcount(mask) * o[6];
   copy->bytes = o[6];
   copy->late = machine_random(block) & mask;
   memcpy(copy->group, warp->commits, sizeof copy->group);

@@ -79,6 +79,7 @@ static void release(struct machine_block *block, int number)
     }
   }
   *barrier = (struct machine_barrier){ .all = true };
+  block->counts[MACHINE_MEETINGS]++;
 }
 
 static bool complete(const struct machine_block *block, const struct machine_barrier *barrier)
@@ -247,7 +248,7 @@ static _Noreturn void report_endless(struct machine_block *block, const struct m
   int position = warp->group_count ? warp->groups[0].position : 1;
   machine_fault(block, &block->code->ops[position ? position - 1 : 0], -1, MACHINE_LAUNCH_FAILED,
                 "the block does not end: %llu instructions so far",
-                (unsigned long long)block->instructions);
+                (unsigned long long)block->counts[MACHINE_INSTRUCTIONS]);
 }
 
 // The groups that waited for a phase that is over may look again.
@@ -286,7 +287,8 @@ static void run_warps(struct machine_block *block)
     }
     if (!chosen) report_deadlock(block);
     machine_run_warp(block, chosen);
-    if (block->instructions > block->launch->most_instructions) report_endless(block, chosen);
+    if (block->counts[MACHINE_INSTRUCTIONS] > block->launch->most_instructions)
+      report_endless(block, chosen);
     if (chosen->group_count) continue;
     // a warp that has ended is no longer waited for
     for (int i = 0; i < MACHINE_BARRIERS; i++)
@@ -311,7 +313,7 @@ void machine_run_block(struct machine_block *block, struct machine_launch *launc
   block->region = NULL;
   block->now = NULL;
   block->mbarrier_count = block->bulk_count = 0;
-  block->instructions = 0;
+  memset(block->counts, 0, sizeof block->counts);
   memset(block->agent_clock, 0, sizeof block->agent_clock);
   for (int i = 0; i < MACHINE_BARRIERS; i++)
     block->barriers[i] = (struct machine_barrier){ .all = true };
@@ -320,7 +322,8 @@ void machine_run_block(struct machine_block *block, struct machine_launch *launc
   if (setjmp(block->give_up)) return;
   run_warps(block);
   machine_async_end(block);
-  atomic_fetch_add(&launch->instructions, block->instructions);
+  for (int i = 0; i < MACHINE_COUNTS; i++)
+    atomic_fetch_add(&launch->counts[i], block->counts[i]);
 }
 
 void machine_free_block(struct machine_block *block)

@@ -578,6 +578,10 @@ API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr addre
   return status;
 }
 
+// What all kernels of the process did so far, warp by warp: "instructions", "mma", "wgmma",
+// "ldmatrix", "replays" (of its rows in the same banks), "copied bytes" (by cp.async), "barriers".
+API uint64_t emulator_count(const char *what) { return launch_count(what); }
+
 // For what stands in for a device's other libraries: moves bytes now, checked like a kernel's.
 API int emulator_copy(CUdeviceptr into, CUdeviceptr from, size_t bytes)
 {

@@ -751,8 +751,8 @@ static bool run_other(struct machine_block *block, struct machine_warp *warp,
   case CODE_CLOCK_32: case CODE_CLOCK_64: {
     void *into = machine_row(warp, o[0]);
     LANES_OF(m) {
-      if (op->code == CODE_CLOCK_64) ((uint64_t *)into)[LANE] = block->instructions;
-      else ((uint32_t *)into)[LANE] = (uint32_t)block->instructions;
+      if (op->code == CODE_CLOCK_64) ((uint64_t *)into)[LANE] = block->counts[MACHINE_INSTRUCTIONS];
+      else ((uint32_t *)into)[LANE] = (uint32_t)block->counts[MACHINE_INSTRUCTIONS];
     }
     return false;
   }
@@ -875,7 +875,7 @@ static bool run_group(struct machine_block *block, struct machine_warp *warp, in
       break;
     case CODE_MMA:
       need_warp(block, warp, op, m);
-      machine_mma(warp, op, o);
+      machine_mma(block, warp, op, o);
       break;
     case CODE_LDMATRIX:
       need_warp(block, warp, op, m);
@@ -901,5 +901,5 @@ void machine_run_warp(struct machine_block *block, struct machine_warp *warp)
   block->now = warp;
   for (int group; budget > 0 && (group = choose(warp, &limit)) >= 0;)
     if (!run_group(block, warp, group, limit, &budget)) break;
-  block->instructions += (uint64_t)(all - budget);
+  block->counts[MACHINE_INSTRUCTIONS] += (uint64_t)(all - budget);
 }

@@ -4,6 +4,7 @@
 #include "machine.h"
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 struct job {
@@ -19,6 +20,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t change = PTHREAD_COND_INITIALIZER;
 static struct job *jobs;
 static struct { struct machine_block *blocks[2 * MOST_HELPERS]; int count; } spare;
+static atomic_uint_fast64_t counts[MACHINE_COUNTS];
 static pthread_once_t start_once = PTHREAD_ONCE_INIT;
 static atomic_uint_fast32_t next_tag = 1;
 
@@ -106,6 +108,15 @@ static void remove_job(struct job *job)
   pthread_mutex_unlock(&lock);
 }
 
+uint64_t launch_count(const char *what)
+{
+  static const char *const names[MACHINE_COUNTS] = { "instructions", "mma", "wgmma", "ldmatrix",
+                                                     "replays", "copied bytes", "barriers" };
+  for (int i = 0; i < MACHINE_COUNTS; i++)
+    if (!strcmp(names[i], what)) return atomic_load(&counts[i]);
+  return UINT64_MAX;
+}
+
 int launch_run(const struct launch_request *request, uint64_t peers, uint64_t seed, bool watch)
 {
   struct memory_table *memory = memory_hold();
@@ -140,5 +151,6 @@ int launch_run(const struct launch_request *request, uint64_t peers, uint64_t se
   work(&job);
   if (job.count > 1) remove_job(&job);
   memory_release(memory);
+  for (int i = 0; i < MACHINE_COUNTS; i++) atomic_fetch_add(&counts[i], job.launch.counts[i]);
   return atomic_load(&job.launch.status);
 }

@@ -11,6 +11,9 @@ struct launch_request {
   int device;
 };
 
+// Of all launches so far; `what` as emulator_count has it.
+uint64_t launch_count(const char *what);
+
 // Runs all blocks, in an order that the seed gives; 0, or a CUresult whose words were printed.
 // `peers`: a bit for each device whose memory may be touched as well.
 int launch_run(const struct launch_request *request, uint64_t peers, uint64_t seed, bool watch);

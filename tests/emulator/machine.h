@@ -19,6 +19,11 @@ enum machine_status {  // CUresult's numbers
   MACHINE_LAUNCH_FAILED = 719,
 };
 
+// What blocks did; `replays`: passes that ldmatrix and stmatrix needed beyond one for each matrix,
+// because rows lay in the same banks.
+enum machine_count { MACHINE_INSTRUCTIONS, MACHINE_MMA, MACHINE_WGMMA, MACHINE_LDMATRIX,
+                     MACHINE_REPLAYS, MACHINE_COPIED_BYTES, MACHINE_MEETINGS, MACHINE_COUNTS };
+
 struct machine_launch {
   const struct code *code;
   uint32_t grid[3], threads[3];
@@ -32,7 +37,7 @@ struct machine_launch {
   uint32_t first_tag;          // blocks are first_tag + their number, unlike any other launch's
   bool watch;                  // races
   atomic_int status;
-  atomic_uint_fast64_t instructions;
+  atomic_uint_fast64_t counts[MACHINE_COUNTS];
 };
 
 enum machine_wait { MACHINE_READY, MACHINE_AT_BARRIER, MACHINE_AT_MBARRIER };
@@ -140,7 +145,7 @@ struct machine_block {
   uint32_t agent_clock[MACHINE_AGENTS];  // of the agents that are no warps
   const struct memory_region *region;    // of the last access
   uint64_t random;
-  uint64_t instructions;
+  uint64_t counts[MACHINE_COUNTS];
   const struct machine_warp *now;
   jmp_buf give_up;
 };
@@ -206,7 +211,8 @@ void machine_run_warp(struct machine_block *block, struct machine_warp *warp);
 
 // ---- tensor.c
 
-void machine_mma(struct machine_warp *warp, const struct code_op *op, const uint32_t *operands);
+void machine_mma(struct machine_block *block, struct machine_warp *warp, const struct code_op *op,
+                 const uint32_t *operands);
 void machine_ldmatrix(struct machine_block *block, struct machine_warp *warp,
                       const struct code_op *op, const uint32_t *operands);
 void machine_stmatrix(struct machine_block *block, struct machine_warp *warp,

@@ -50,7 +50,7 @@ static struct stream *all_streams;
 static int recordings;
 static struct capture *captures;  // all there ever were: events may still point to them
 static uint64_t chance;
-static atomic_uint_fast64_t launch_count;
+static atomic_uint_fast64_t launches;
 
 uint64_t stream_seed(void)
 {
@@ -103,7 +103,7 @@ static int run_task(const struct context *context, const struct stream_task *tas
   switch (task->kind) {
   case STREAM_LAUNCH: {
     const char *races = getenv("EMULATOR_RACES");
-    uint64_t number = atomic_fetch_add(&launch_count, 1);
+    uint64_t number = atomic_fetch_add(&launches, 1);
     return launch_run(&task->launch, context->peers, stream_seed() * UINT64_C(1000003) + number,
                       !races || strcmp(races, "0"));
   }

@@ -52,10 +52,12 @@ static void multiply(float (*c)[8], const float (*a)[16], const float (*b)[16], 
   }
 }
 
-void machine_mma(struct machine_warp *warp, const struct code_op *op, const uint32_t *o)
+void machine_mma(struct machine_block *block, struct machine_warp *warp, const struct code_op *op,
+                 const uint32_t *o)
 {
   float a[16][16], b[8][16], c[16][8];
   int depth = op->extra, halves = depth / 8;
+  block->counts[MACHINE_MMA]++;
   for (int h = 0; h < halves; h++) {
     unpack(&a[0][8 * h], 16, machine_row(warp, o[4 + 2 * h]), op->type);
     unpack(&a[8][8 * h], 16, machine_row(warp, o[5 + 2 * h]), op->type);
@@ -92,17 +94,32 @@ static void transpose(uint16_t *matrix)
     }
 }
 
+// A matrix's 8 rows of 16 bytes are one pass where they lie in different banks.
+static void count_banks(struct machine_block *block, const uint64_t *addresses)
+{
+  unsigned rows[8] = { 0 }, most = 0;
+  for (int i = 0; i < 8; i++) {
+    unsigned count = ++rows[addresses[i] >> 4 & 7];
+    if (count > most) most = count;
+  }
+  block->counts[MACHINE_REPLAYS] += most - 1;
+}
+
 void machine_ldmatrix(struct machine_block *block, struct machine_warp *warp,
                       const struct code_op *op, const uint32_t *o)
 {
   uint16_t matrices[4][64];
+  uint64_t addresses[32];
+  block->counts[MACHINE_LDMATRIX]++;
   for (int i = 0; i < 8 * op->extra; i++) {
     uint64_t address = machine_address(warp, o, op->access.wide_address, i);
+    addresses[i] = address;
     const unsigned char *row = watch_shared(block, op, i, address, 16);
     watch_read(block, warp, op, MACHINE_WHOLE_WARP, (uint32_t)(row - block->shared), 16);
     memcpy(&matrices[i / 8][i % 8 * 8], row, 16);
   }
   for (int m = 0; m < op->extra; m++) {
+    count_banks(block, addresses + 8 * m);
     if (op->kind) transpose(matrices[m]);
     memcpy(machine_row(warp, o[2 + m]), matrices[m], sizeof matrices[m]);
   }
@@ -187,7 +204,8 @@ static void watch_operand(struct machine_block *block, struct machine_warp *warp
                   "reads shared memory at %u, which was written (line %u) with no "
                   "fence.proxy.async since", offset,
                   block->code->ops[block->writer_op[grain]].line);
-  block->reader[agent][grain] = clock << 6 | MACHINE_WHOLE_WARP;
+  uint32_t mine = clock << 6 | MACHINE_WHOLE_WARP;  // another warp's may be later
+  if (mine > block->reader[agent][grain]) block->reader[agent][grain] = mine;
   block->reader_op[grain] = (uint32_t)(op - block->code->ops);
 }
 
@@ -257,6 +275,7 @@ void machine_wgmma_issue(struct machine_block *block, struct machine_warp *warp,
     machine_fault(block, op, 0, MACHINE_LAUNCH_FAILED, "there was no wgmma.fence before");
   struct machine_wgmma *wgmma = &warp->wgmmas[warp->wgmma_count];
   uint32_t cells = (uint32_t)op->target / 2, at = cells;
+  block->counts[MACHINE_WGMMA]++;
   *wgmma = (struct machine_wgmma){ .op = op, .group = warp->wgmma_commits };
   if (op->extra) {
     for (int i = 0; i < 4; i++) memcpy(wgmma->a[i], machine_row(warp, o[at++]), 128);
