@@ -577,9 +577,13 @@ DEVICE struct quad add_terms(const struct sw_gather_args &args, const struct sw_
   for (sw_int64 i = piece.term_begin; i < piece.term_end; i++) {
     const struct sw_view &view = values ? args.terms[i].dv : args.terms[i].dk;
     const float *from = float_at(view, row, head, batch) + d;
+    if (d + 4 <= dim && is_aligned(from)) {
+      struct chunk four = load_global((const elem *)from, 8);
 #pragma unroll
-    for (int j = 0; j < 4; j++)
-      if (d + j < dim) sum.of[j] += from[j];
+      for (int j = 0; j < 4; j++) sum.of[j] += __uint_as_float(four.word[j]);
+    } else {
+      for (int j = 0; j < 4 && d + j < dim; j++) sum.of[j] += from[j];
+    }
   }
   return sum;
 }
