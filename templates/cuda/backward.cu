@@ -163,8 +163,9 @@ DEVICE int column_of(int n, int e) { return 8 * n + 2 * ((int)lane() % 4) + e % 
 template <bool HOLD, int DIM, int TALL, int WIDE>
 DEVICE void multiply_over_dims(struct scores<TALL, WIDE> &s, const struct held<TALL, DIM> &held,
                                unsigned own, int row, unsigned other, int column) {
+  const int at_once = HOLD || DIM <= 192 ? CHUNKS(DIM) / 2 : 4;   // for the compiler's time
   for_scores<TALL, WIDE>([&](int t, int n, int e) { s.of[t][n][e] = 0; });
-#pragma unroll
+#pragma unroll at_once
   for (int d = 0; d < CHUNKS(DIM) / 2; d++) {
     struct chunk a[TALL];
 #pragma unroll
