@@ -2,7 +2,9 @@
 // serve every launch under way.
 #include "launch.h"
 #include "machine.h"
+#include <inttypes.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -108,10 +110,18 @@ static void remove_job(struct job *job)
   pthread_mutex_unlock(&lock);
 }
 
+static const char *const names[MACHINE_COUNTS] = { "instructions", "mma", "wgmma", "ldmatrix",
+                                                   "replays", "copied bytes", "barriers" };
+
+__attribute__((destructor)) static void say_counts(void)
+{
+  if (!getenv("EMULATOR_COUNTS")) return;
+  for (int i = 0; i < MACHINE_COUNTS; i++)
+    fprintf(stderr, "emulator: %-12s %" PRIuFAST64 "\n", names[i], atomic_load(&counts[i]));
+}
+
 uint64_t launch_count(const char *what)
 {
-  static const char *const names[MACHINE_COUNTS] = { "instructions", "mma", "wgmma", "ldmatrix",
-                                                     "replays", "copied bytes", "barriers" };
   for (int i = 0; i < MACHINE_COUNTS; i++)
     if (!strcmp(names[i], what)) return atomic_load(&counts[i]);
   return UINT64_MAX;
