@@ -12,22 +12,37 @@
 
 // ---- Devices ------------------------------------------------------------------------------------
 
-enum swathe_status sw_context_device(struct swathe_context *context,
-                                     struct sw_device_cuda **device)
+static enum swathe_status find_device(struct swathe_context *context, int32_t ordinal,
+                                      struct sw_device_cuda **device)
 {
-  int32_t ordinal = 0;
-  enum swathe_status status = sw_device_cuda_pick(context->device, &ordinal);
+  enum swathe_status status = SWATHE_OK;
 
-  if (!status && (ordinal < 0 || ordinal >= SW_CUDA_DEVICES))
-    status = sw_fail(SWATHE_UNSUPPORTED, "CUDA device %d: only devices 0 to %d can be used",
-                     ordinal, SW_CUDA_DEVICES - 1);
-  if (status) return status;
+  if (ordinal < 0 || ordinal >= SW_CUDA_DEVICES)
+    return sw_fail(SWATHE_UNSUPPORTED, "CUDA device %d: only devices 0 to %d can be used", ordinal,
+                   SW_CUDA_DEVICES - 1);
   pthread_mutex_lock(&context->mutex);
   if (!context->devices[ordinal])
     status = sw_device_cuda_create(ordinal, &context->devices[ordinal]);
   if (!status) *device = context->devices[ordinal];
   pthread_mutex_unlock(&context->mutex);
   return status;
+}
+
+enum swathe_status sw_context_device(struct swathe_context *context,
+                                     struct sw_device_cuda **device)
+{
+  int32_t ordinal = 0;
+  const enum swathe_status status = sw_device_cuda_pick(context->device, &ordinal);
+
+  return status ? status : find_device(context, ordinal, device);
+}
+
+enum swathe_status swathe_device_use(struct swathe_context *context, int32_t ordinal)
+{
+  struct sw_device_cuda *device = NULL;
+  const enum swathe_status status = find_device(context, ordinal, &device);
+
+  return status ? status : sw_device_cuda_use(device);
 }
 
 void sw_context_drop_devices(struct swathe_context *context)

@@ -59,6 +59,7 @@ typedef unsigned long long device_pointer;
   X(context_device, "cuCtxGetDevice", (int *device))                                               \
   X(context_push, "cuCtxPushCurrent_v2", (void *context))                                          \
   X(context_pop, "cuCtxPopCurrent_v2", (void **context))                                           \
+  X(context_set, "cuCtxSetCurrent", (void *context))                                               \
   X(priorities, "cuCtxGetStreamPriorityRange", (int *least, int *greatest))                        \
   X(memory_info, "cuMemGetInfo_v2", (size_t *free, size_t *total))                                 \
   X(allocate, "cuMemAlloc_v2", (device_pointer *memory, size_t bytes))                             \
@@ -362,6 +363,11 @@ const char *sw_device_cuda_isa(const struct sw_device_cuda *device, const char *
 enum swathe_status sw_device_cuda_enter(struct sw_device_cuda *device)
 {
   return check(device, driver.context_push(device->context), "its context cannot be entered");
+}
+
+enum swathe_status sw_device_cuda_use(struct sw_device_cuda *device)
+{
+  return check(device, driver.context_set(device->context), "its context cannot be used");
 }
 
 void sw_device_cuda_leave(struct sw_device_cuda *device)

@@ -46,6 +46,8 @@ const char *sw_device_cuda_isa(const struct sw_device_cuda *device, const char *
 
 enum swathe_status sw_device_cuda_enter(struct sw_device_cuda *device);
 void sw_device_cuda_leave(struct sw_device_cuda *device);
+// Makes it the thread's current one in the place of another, and leaves it so.
+enum swathe_status sw_device_cuda_use(struct sw_device_cuda *device);
 
 // ---- Memory ------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@
 
 #include "layer.h"
 #include "transport_mpi_process.h"
+#include "transport_nccl_library.h"
 
 struct report {
   swathe_finding_visit *visit;
@@ -134,6 +135,21 @@ static void look_at_mpi(const struct report *report)
          "install libopenmpi-dev), or set SWATHE_MPI_PLUGIN");
 }
 
+static void look_at_nccl(const struct report *report)
+{
+  struct sw_nccl_found nccl;
+  char text[512];
+
+  if (sw_nccl_look(&nccl)) {
+    find(report, "nccl transport", SWATHE_ABSENT, swathe_error(),
+         "only --transport nccl needs it; others move the memory of devices through the host's");
+    return;
+  }
+  snprintf(text, sizeof text, "%s: NCCL %d.%d.%d", nccl.path, nccl.version / 10000,
+           nccl.version / 100 % 100, nccl.version % 100);
+  find(report, "nccl transport", SWATHE_HEALTHY, text, "");
+}
+
 enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_visit *visit,
                                  void *arg)
 {
@@ -153,6 +169,7 @@ enum swathe_status swathe_doctor(struct swathe_context *context, swathe_finding_
   look_at_database(&report, context);
   find(&report, "threads transport", SWATHE_HEALTHY, "ranks as threads of one process", "");
   look_at_mpi(&report);
+  look_at_nccl(&report);
   look_at_driver(&report);
   return SWATHE_OK;
 }

@@ -270,6 +270,34 @@ struct swathe_custom {
 SWATHE_API enum swathe_status swathe_custom_create(const struct swathe_custom *calls,
                                                    struct swathe_transport **transport);
 
+// `nccl`: the ranks are GPUs, whose memory travels without the host: layers of the cuda target
+// queue their messages on streams, and their calls can be captured in CUDA graphs.  A rank's
+// transport is made where the calling thread's current CUDA context is of its device (see
+// swathe_device_use); ranks are processes or threads.
+//   communicator  an ncclComm_t, borrowed until the transport is destroyed; NULL: an own one of
+//                 `ranks` ranks, each of which makes the call with the same id
+//   deadline_s    0: 60 s.  A stream that is at one exchange for longer makes the transport fail
+//                 with SWATHE_TIMEOUT and words that name the peers: its communicator is aborted
+//                 (ncclCommAbort), so that the stream goes on, with results that are not to be
+//                 used.  The call that follows says so, as does swathe_transport_wait.
+//   abort         of a borrowed communicator: is called in the place of ncclCommAbort, once, from
+//                 any thread, to end what the communicator has on streams; may not call swathe.
+//                 NULL: ncclCommAbort is called, which frees it: nobody else may use it then.
+// NCCL is opened at run time: $SWATHE_LIBNCCL, else libnccl.so.2.
+enum { SWATHE_NCCL_ID_BYTES = 128 };
+struct swathe_nccl {
+  void *communicator;
+  void (*abort)(void *user, const char *why);
+  void *user;                   // handed to `abort`
+  const void *id;               // SWATHE_NCCL_ID_BYTES of an ncclUniqueId
+  int32_t rank, ranks;          // with `id`
+  double deadline_s;
+};
+SWATHE_API enum swathe_status swathe_nccl_create(const struct swathe_nccl *given,
+                                                 struct swathe_transport **transport);
+// An id for one communicator, made by one rank and brought to the others.
+SWATHE_API enum swathe_status swathe_nccl_id(void *id);
+
 // For programs that have a transport anyway: what a layer does with it, between its calls.
 SWATHE_API int32_t swathe_transport_rank(const struct swathe_transport *transport);
 SWATHE_API int32_t swathe_transport_ranks(const struct swathe_transport *transport);
@@ -277,6 +305,9 @@ SWATHE_API int32_t swathe_transport_ranks(const struct swathe_transport *transpo
 SWATHE_API enum swathe_status swathe_transport_exchange(struct swathe_transport *transport,
                                                         const struct swathe_transfer *transfers,
                                                         int32_t count);
+// Waits for all that was posted, and for what was queued on streams, other than by graphs; says
+// whether the transport failed meanwhile.
+SWATHE_API enum swathe_status swathe_transport_wait(struct swathe_transport *transport);
 // all[r * bytes ...] = what rank r gave as `mine`; every rank calls it, with the same bytes.
 SWATHE_API enum swathe_status swathe_transport_gather(struct swathe_transport *transport,
                                                       const void *mine, size_t bytes, void *all);
@@ -327,6 +358,10 @@ SWATHE_API const char *swathe_database_path(const struct swathe_context *context
 
 // Frees text that a call returned.
 SWATHE_API void swathe_free(void *text);
+
+// Makes the primary context of a CUDA device the calling thread's current one, in the place of what
+// was: for programs that have no CUDA of their own, and a device for each of several threads.
+SWATHE_API enum swathe_status swathe_device_use(struct swathe_context *context, int32_t device);
 
 // ---- Memory ------------------------------------------------------------------------------------
 

@@ -36,6 +36,11 @@ enum swathe_status swathe_transport_exchange(struct swathe_transport *transport,
   return status ? status : transport->operations->wait(transport);
 }
 
+enum swathe_status swathe_transport_wait(struct swathe_transport *transport)
+{
+  return transport->operations->wait(transport);
+}
+
 enum swathe_status swathe_transport_gather(struct swathe_transport *transport, const void *mine,
                                            size_t bytes, void *all)
 {

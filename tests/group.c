@@ -15,6 +15,7 @@ struct member {
   struct swathe_threads *threads;
   struct share *share;
   int32_t rank;
+  const char *nccl_id;
   int64_t moved;
   enum swathe_status status;
   char words[1024];
@@ -182,6 +183,18 @@ static enum swathe_status play_before(const struct member *member, struct swathe
   return status;
 }
 
+// The rank's own device and transport.
+static enum swathe_status join_nccl(const struct member *member,
+                                    struct swathe_transport **transport)
+{
+  const struct swathe_nccl given = { .id = member->nccl_id,
+                                     .rank = member->rank,
+                                     .ranks = member->group->sharding->ranks,
+                                     .deadline_s = member->group->deadline_s };
+  const enum swathe_status status = swathe_device_use(member->group->context, member->rank);
+  return status ? status : swathe_nccl_create(&given, transport);
+}
+
 static void *be_rank(void *arg)
 {
   struct member *member = arg;
@@ -191,20 +204,24 @@ static void *be_rank(void *arg)
       member->threads ? swathe_threads_rank(member->threads, member->rank) : NULL;
   if (transport && group->wires)
     transport = wires_rank(group->wires, member->rank, transport);
+  if (group->nccl) member->status = join_nccl(member, &transport);
 
   const char *const configs[SW_CONFIGS] = { group->configs ? group->configs[0] : NULL,
                                             group->configs ? group->configs[1] : NULL,
                                             group->exchange };
-  member->status =
-      sw_layer_create_strategy(group->context, group->problem, transport, group->strategy,
-                               configs, 3, &layer);
+  if (!member->status)
+    member->status =
+        sw_layer_create_strategy(group->context, group->problem, transport, group->strategy,
+                                 configs, 3, &layer);
   if (!member->status && group->before) member->status = play_before(member, layer);
   if (!member->status) member->status = play(member, layer);
+  if (!member->status && group->nccl) member->status = swathe_transport_wait(transport);
   if (member->status) {
     snprintf(member->words, sizeof member->words, "%s", swathe_error());
     if (member->threads) swathe_threads_abort(member->threads, member->rank, "a rank failed");
   }
   swathe_layer_destroy(layer);
+  if (group->nccl) swathe_transport_destroy(transport);
   return NULL;
 }
 
@@ -229,14 +246,19 @@ enum swathe_status group_run(const struct group_case *group, struct sequence *se
   struct member *members = calloc((size_t)ranks, sizeof *members);
   pthread_t *threads = calloc((size_t)ranks, sizeof *threads);
   struct swathe_threads *transport = NULL;
+  char nccl_id[SWATHE_NCCL_ID_BYTES];
   enum swathe_status status = SWATHE_OK;
 
-  if (ranks > 1)
+  if (group->nccl) status = swathe_nccl_id(nccl_id);
+  if (ranks > 1 && !group->nccl)
     status =
         swathe_threads_create(ranks, group->deadline_s > 0 ? group->deadline_s : 20, &transport);
   for (int32_t r = 0; r < ranks && !status; r++) {
-    members[r] =
-        (struct member){ .group = group, .sequence = sequence, .threads = transport, .rank = r };
+    members[r] = (struct member){ .group = group,
+                                  .sequence = sequence,
+                                  .threads = transport,
+                                  .rank = r,
+                                  .nccl_id = nccl_id };
     members[r].share = share_make(sequence, group->sharding, r, group->form);
     if (!members[r].share) status = SWATHE_BAD_SHARDING;
   }

@@ -23,6 +23,7 @@ struct group_case {
   int64_t *memory_bytes;  // [ranks] of the layers at the end, or NULL
   double deadline_s;  // 0: 20 s
   struct wires *wires;  // or NULL: messages are device memory and move by these
+  bool nccl;          // each rank has a device of its own, and its messages go by NCCL
 };
 
 // Runs the script on all ranks and gathers the results into the sequence.  Not OK: `words` has the

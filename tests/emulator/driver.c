@@ -507,7 +507,7 @@ API CUresult cuMemcpyAsync(CUdeviceptr into, CUdeviceptr from, size_t bytes, CUs
               false);
 }
 
-static CUresult set(CUdeviceptr into, uint32_t value, int element_bytes, size_t count,
+static CUresult set(CUdeviceptr into, uint64_t value, int element_bytes, size_t count,
                     CUstream stream)
 {
   struct stream *at = stream_of(stream);
@@ -554,6 +554,20 @@ API CUresult cuMemsetD32Async(CUdeviceptr into, unsigned value, size_t count, CU
 {
   ENTER;
   return set(into, value, 4, count, stream);
+}
+
+API CUresult cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr into, unsigned value,
+                                     unsigned flags)
+{
+  ENTER;
+  return flags ? INVALID_VALUE : set(into, value, 4, 1, stream);
+}
+
+API CUresult cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr into, uint64_t value,
+                                     unsigned flags)
+{
+  ENTER;
+  return flags ? INVALID_VALUE : set(into, value, 8, 1, stream);
 }
 
 API CUresult cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)

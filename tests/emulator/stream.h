@@ -30,7 +30,7 @@ struct stream_task {
   const void *from;
   size_t bytes;                // of a set: elements
   int element_bytes;
-  uint32_t value;
+  uint64_t value;
   void (*call)(void *);        // host function
   void *argument;
   struct event *event;         // record
