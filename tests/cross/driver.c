@@ -17,6 +17,7 @@
 sw_attention_kernel forward, backward;
 sw_workspace_query forward_workspace, backward_workspace;
 sw_gather_kernel gather;
+extern const sw_int64 backward_final_keys;
 
 // ---- The work: one document with holes, four units ---------------------------------------------
 
@@ -184,22 +185,34 @@ static struct sw_view from_key(const struct tensor *t, long key)
   return view;
 }
 
+static bool sees(long unit, long key)
+{
+  const long first = (long)unit_table[unit][0], last = first + (long)unit_table[unit][1] - 1;
+  for (long i = first; i <= last; i++)
+    if (visible(i, key)) return true;
+  return false;
+}
+
+// Whether one unit alone has sums for the key, so that its run may be final.
+static bool alone(long key)
+{
+  long units = 0;
+  for (long u = 0; u < UNITS; u++) units += sees(u, key);
+  return units == 1;
+}
+
 static void make_units(void)
 {
   for (long u = 0; u < UNITS; u++) {
     struct sw_unit *unit = &work.units[u];
-    const long first = (long)unit_table[u][0], last = first + (long)unit_table[u][1] - 1;
     sw_int64 keys = 0;
-    unit->position = first_position + first;
+    unit->position = first_position + unit_table[u][0];
     unit->tokens = unit_table[u][1];
     unit->row = unit_table[u][2];
     unit->run_begin = work.run_count;
     for (long j = 0, end; j < KEYS; j = end) {
-      for (end = j; end < KEYS && end - j < RUN_KEYS; end++) {
-        bool seen = false;
-        for (long i = first; i <= last; i++) seen |= visible(i, end);
-        if (!seen) break;
-      }
+      for (end = j; end < KEYS && end - j < RUN_KEYS; end++)
+        if (!sees(u, end) || alone(end) != alone(j)) break;
       if (end == j) {
         end = j + 1;
         continue;
@@ -216,6 +229,14 @@ static void make_units(void)
     }
     unit->run_end = work.run_count;
     if (keys > work.max_keys) work.max_keys = keys;
+  }
+  for (long r = 0; r < work.run_count && work.max_keys <= backward_final_keys; r++) {
+    struct sw_run *run = &work.runs[r];
+    const long key = (long)(run->position - first_position);
+    if (!alone(key)) continue;
+    run->final = true;
+    run->dk = from_key(&work.dk, key);
+    run->dv = from_key(&work.dv, key);
   }
 }
 
@@ -369,6 +390,7 @@ static void run_gather(void)
   sw_int64 count = 0, term_count = 0;
   for (sw_int64 row = 0, tokens; row < KEYS; row += tokens) {
     const sw_int64 begin = term_count;
+    bool final = false;
     tokens = KEYS - row < PIECE_KEYS ? KEYS - row : PIECE_KEYS;
     terms[term_count++] = (struct sw_term){ { .data = nothing }, { .data = nothing } };
     for (long r = 0; r < work.run_count; r++) {
@@ -380,13 +402,15 @@ static void run_gather(void)
     for (long r = 0; r < work.run_count; r++) {
       const struct sw_run *run = &work.runs[r];
       const sw_int64 from = row - (run->position - first_position);
-      if (from < 0 || from >= run->tokens || run->final) continue;
+      if (from < 0 || from >= run->tokens) continue;
+      final = final || run->final;
+      if (final) continue;
       struct sw_term *term = &terms[term_count++];
       *term = (struct sw_term){ run->dk, run->dv };
       term->dk.data = (float *)term->dk.data + from * term->dk.token;
       term->dv.data = (float *)term->dv.data + from * term->dv.token;
     }
-    sums[count++] = (struct sw_sum){ row, tokens, begin, term_count };
+    if (!final) sums[count++] = (struct sw_sum){ row, tokens, begin, term_count };
   }
   const struct sw_gather_args args = {
     .sums = sums,
