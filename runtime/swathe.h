@@ -463,7 +463,8 @@ SWATHE_API void swathe_layer_mute(struct swathe_layer *layer, bool muted);
 SWATHE_API void swathe_layer_regroup(struct swathe_layer *layer,
                                      struct swathe_transport *transport);
 // This micro-batch's documents and spans.  No communication here: the ranks compare digests of it
-// before the next call's first message, unless it is the same as before (SWATHE_DISAGREE then).
+// before the next call's first message (SWATHE_DISAGREE), a gather of 16 bytes, which a rank leaves
+// out whose sharding is the one agreed on last; should another's differ then, the deadline tells.
 // Nothing is allocated once it has seen the largest.  `sharding` is not kept.
 SWATHE_API enum swathe_status swathe_layer_shard(struct swathe_layer *layer,
                                                  const struct swathe_sharding *sharding);

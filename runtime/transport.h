@@ -36,6 +36,7 @@ struct sw_transport_operations {
                                 void *stream);
   // From now on a sleeping thread lets posted messages progress every `interval_us`, beside the
   // calls; 0: no longer.  Cheap; may be called before every phase.  NULL: there is no such thread.
+  // Where one is impossible, a warning says so and messages progress in the calls alone.
   enum swathe_status (*progress_thread)(struct swathe_transport *, int32_t interval_us);
   // Tells the ranks that wait for this one, now or later, that it gave up, and why.  NULL: they
   // find out by their deadline.

@@ -555,10 +555,11 @@ static enum swathe_status progress_thread(struct swathe_transport *transport, in
 {
   struct mpi *mpi = mpi_of(transport);
   enum swathe_status status = SWATHE_OK;
-  if (interval_us > 0 && !mpi->threads)
-    return sw_fail(SWATHE_UNSUPPORTED,
-                   "a progress thread needs MPI_THREAD_MULTIPLE, which MPI was not initialized "
-                   "with");
+  if (interval_us > 0 && !mpi->threads) {
+    sw_warn("the exchange has no progress thread: MPI was not initialized with "
+            "MPI_THREAD_MULTIPLE; messages progress between tiles");
+    interval_us = 0;
+  }
   pthread_mutex_lock(&mpi->mutex);
   mpi->interval_us = interval_us > 0 ? interval_us : 0;
   if (mpi->interval_us && !mpi->helping) {
