@@ -388,9 +388,6 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
   const struct sw_attention_args &args = all.attention;
   unsigned q_tiles = shared_start(), k_rows = q_tiles + Q_TILES * Q_BYTES;
   unsigned v_rows = k_rows + TILE_BYTES(KEYS, HEAD_DIM_QK);
-  sw_int64 left = place.unit->tokens - first_token(place);
-  int tiles = left < BLOCK_TOKENS ? (int)(left + TILE_TOKENS - 1) / TILE_TOKENS : STRIP;
-
   load_tile(q_tiles, args, place, 0);
   load_strip(k_rows, 0, BLOCK_K, false, all, place);
   copy_commit();
@@ -398,7 +395,7 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
   copy_commit();
 #pragma unroll 1
   for (int t = 1; t < STRIP; t++) {
-    if (t < tiles) {
+    if (tokens_of(place, t) > 0) {
       load_strip(k_rows, BLOCK_K + (t - 1) * TILE_TOKENS, TILE_TOKENS, false, all, place);
       load_strip(v_rows, BLOCK_K + (t - 1) * TILE_TOKENS, TILE_TOKENS, true, all, place);
     }
@@ -406,13 +403,15 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
   }
 
 #pragma unroll 1
-  for (int t = 0; t < STRIP && t < tiles; t++) {
+  for (int t = 0; t < STRIP; t++) {
+    struct place place = place_again(all);
+    if (tokens_of(place, t) <= 0) break;
     if (t == 0) copy_wait(STRIP);                 // all but the first tile's V and what comes after
     else copy_wait(0);
     block_sync();                                 // Q and K are there; the tile before is done with
     unsigned q_tile = q_tiles + t % 2 * Q_BYTES;
-    struct place place = place_again(all);
-    if (t + 1 < tiles) load_tile(q_tiles + (t + 1) % 2 * Q_BYTES, args, place, t + 1);
+    if (t + 1 < STRIP && tokens_of(place, t + 1) > 0)
+      load_tile(q_tiles + (t + 1) % 2 * Q_BYTES, args, place, t + 1);
     copy_commit();
 
     struct part part = part_of(args, tokens_of(place, t));
