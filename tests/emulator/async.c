@@ -25,6 +25,7 @@ static void land(struct machine_block *block, const struct machine_copy *copy, i
   memset(into + bytes, 0, copy->bytes - bytes);
 }
 
+FOR_EACH_MACHINE
 void machine_cp_async(struct machine_block *block, struct machine_warp *warp,
                       const struct code_op *op, const uint32_t *o, uint32_t mask)
 {

@@ -6,15 +6,6 @@
 #include <math.h>
 #include <string.h>
 
-// Built for what the machine has: the loops over lanes are vector loops.
-#if defined __x86_64__ && defined __GNUC__ && !defined __clang__ && !defined __SANITIZE_ADDRESS__ \
-    && !defined __SANITIZE_THREAD__
-#define FOR_EACH_MACHINE \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_MACHINE
-#endif
-
 // ---- what operations.h speaks of
 
 typedef uint32_t cell_u8, cell_s8, cell_u16, cell_s16, cell_u32;

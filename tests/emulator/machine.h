@@ -6,6 +6,15 @@
 #include <setjmp.h>
 #include <stdatomic.h>
 
+// Built for what the machine has: the loops over lanes are vector loops.
+#if defined __x86_64__ && defined __GNUC__ && !defined __clang__ && !defined __SANITIZE_ADDRESS__ \
+    && !defined __SANITIZE_THREAD__
+#define FOR_EACH_MACHINE \
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_MACHINE
+#endif
+
 // Who can touch shared memory: warps, the tensor cores of each warpgroup, the bulk copy engine.
 // Each has a clock; what a warp knows of the others' clocks tells which accesses came before.
 enum { MACHINE_WARPS = 32, MACHINE_TENSOR = 32, MACHINE_BULK = 40, MACHINE_AGENTS = 41 };

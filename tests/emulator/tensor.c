@@ -6,14 +6,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined __x86_64__ && defined __GNUC__ && !defined __clang__ && !defined __SANITIZE_ADDRESS__ \
-    && !defined __SANITIZE_THREAD__
-#define FOR_EACH_MACHINE \
-  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define FOR_EACH_MACHINE
-#endif
-
 static inline float real(uint16_t bits, uint8_t type)
 {
   union { uint32_t bits; float real; } value = { (uint32_t)bits << 16 };
@@ -31,24 +23,31 @@ FOR_EACH_MACHINE
 static void unpack(float *into, size_t stride, const uint32_t *fragment, uint8_t type)
 {
   uint16_t bits[64];
+  union { uint32_t bits[64]; float real[64]; } wide;
   memcpy(bits, fragment, sizeof bits);
-  for (int i = 0; i < 8; i++)
-    for (int k = 0; k < 8; k++) into[(size_t)i * stride + (size_t)k] = real(bits[8 * i + k], type);
+  if (type == CODE_BF16)
+    for (int i = 0; i < 64; i++) wide.bits[i] = (uint32_t)bits[i] << 16;
+  else
+    for (int i = 0; i < 64; i++) wide.real[i] = real(bits[i], type);
+  for (size_t i = 0; i < 8; i++) memcpy(into + i * stride, wide.real + 8 * i, 32);
 }
+
+typedef float row __attribute__((vector_size(32)));
 
 // c[16][8] += a[16][depth] * b[8][depth] transposed.
 FOR_EACH_MACHINE
 static void multiply(float (*c)[8], const float (*a)[16], const float (*b)[16], int depth)
 {
   float turned[16][8];
+  row rows[16];
   for (int k = 0; k < depth; k++)
     for (int n = 0; n < 8; n++) turned[k][n] = b[n][k];
+  memcpy(rows, turned, sizeof rows);
   for (int i = 0; i < 16; i++) {
-    float row[8];
-    memcpy(row, c[i], sizeof row);
-    for (int k = 0; k < depth; k++)
-      for (int n = 0; n < 8; n++) row[n] += a[i][k] * turned[k][n];
-    memcpy(c[i], row, sizeof row);
+    row sum;
+    memcpy(&sum, c[i], sizeof sum);
+    for (int k = 0; k < depth; k++) sum += a[i][k] * rows[k];
+    memcpy(c[i], &sum, sizeof sum);
   }
 }
 
@@ -105,6 +104,7 @@ static void count_banks(struct machine_block *block, const uint64_t *addresses)
   block->counts[MACHINE_REPLAYS] += most - 1;
 }
 
+FOR_EACH_MACHINE
 void machine_ldmatrix(struct machine_block *block, struct machine_warp *warp,
                       const struct code_op *op, const uint32_t *o)
 {

@@ -74,6 +74,20 @@ static inline void watch_read(struct machine_block *block, struct machine_warp *
   }
 }
 
+// Whether no agent can have read the grains later than the warp knows; if not, it is worth a look.
+static inline bool watch_read_before(const struct machine_block *block,
+                                     const struct machine_warp *warp, uint32_t first,
+                                     uint32_t count)
+{
+  uint32_t late = block->reader[MACHINE_BULK] != NULL;  // more agents than warps
+  for (uint32_t agent = 0; agent < block->warp_count; agent++) {
+    const uint32_t *seen = block->reader[agent] + first;
+    uint32_t known = warp->clock[agent] - (agent == warp->number);
+    for (uint32_t i = 0; i < count; i++) late |= seen[i] >> 6 > known;
+  }
+  return !late;
+}
+
 // A write by a lane, or by the whole warp; `pending`: it lands later.
 static inline void watch_write(struct machine_block *block, struct machine_warp *warp,
                                const struct code_op *op, int lane, uint32_t offset, uint32_t bytes,
@@ -82,6 +96,7 @@ static inline void watch_write(struct machine_block *block, struct machine_warp 
   if (!block->launch->watch) return;
   uint32_t first = offset >> block->code->grain_bits, count = watch_grains(block, bytes);
   uint32_t mine = WATCH_EPOCH(warp->clock[warp->number], warp->number, lane) | pending;
+  bool read_before = watch_read_before(block, warp, first, count);
   for (uint32_t i = first; i < first + count; i++) {
     uint32_t epoch = block->writer[i];
     if (epoch & WATCH_PENDING)
@@ -90,7 +105,7 @@ static inline void watch_write(struct machine_block *block, struct machine_warp 
     if (epoch && !watch_before(warp, epoch, lane))
       watch_race(block, op, lane, i, "writes", "was written", epoch >> 7 & 63,
                  block->writer_op[i]);
-    for (uint32_t agent = 0; agent < MACHINE_AGENTS; agent++) {
+    for (uint32_t agent = 0; agent < MACHINE_AGENTS && !read_before; agent++) {
       if (agent == block->warp_count) {
         if (!block->reader[MACHINE_BULK]) break;
         agent = MACHINE_TENSOR;
