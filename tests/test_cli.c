@@ -564,6 +564,7 @@ static void refuses_files_that_do_not_fit(void **state)
     { FILES "--out q.npy/results", 1, "the directory q.npy/results cannot be made" },
     { "--transport pigeons --tokens 9", 2, "--transport pigeons: there is 'threads'" },
     { "--transport mpi --tokens 9", 1, "no launcher of MPI started this process" },
+    { "--transport nccl --tokens 9", 2, "--transport nccl is for --target cuda" },
     { "--deadline 0 --tokens 9", 2, "--deadline 0: more than 0 seconds" },
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
@@ -574,6 +575,32 @@ static void refuses_files_that_do_not_fit(void **state)
 }
 
 // ---- Failing together ---------------------------------------------------------------------------
+
+// Each rank a device of its own, over what stands in for NCCL.
+static void ranks_are_devices(void)
+{
+  const char *nccl = getenv("TEST_LIBNCCL");
+  const char *const words = "run --target cuda --transport nccl --dtype bf16 --window 30 --tokens "
+                            "200 --layout zigzag --deadline 60 --check --ranks 3";
+  setenv("EMULATOR_DEVICES", "3", 1);
+  setenv("SWATHE_LIBNCCL", "/nowhere/libnccl.so.2", 1);
+  expect(words, 1, NULL, "no NCCL here");
+  if (nccl) {
+    setenv("SWATHE_LIBNCCL", nccl, 1);
+    setenv("EMULATOR_DEVICES", "2", 1);
+    expect(words, 1, NULL, "there is no CUDA device 2; the driver has 2");
+    setenv("EMULATOR_DEVICES", "3", 1);
+    expect(words, 0, "  dv ", NULL);
+    expect("doctor", 0, "NCCL 2.28.9", NULL);
+    // the others hear of it at once
+    setenv("EMULATOR_NCCL_FAIL", "ncclGroupEnd:20=3", 1);
+    expect(words, 1, NULL, "internal error (3)");
+    unsetenv("EMULATOR_NCCL_FAIL");
+    expect("bench --transport nccl", 2, NULL, "--transport nccl is for 'swathe run' only");
+  }
+  unsetenv("SWATHE_LIBNCCL");
+  unsetenv("EMULATOR_DEVICES");
+}
 
 // On the emulated driver: random data against the reference, and files.
 static void runs_on_the_cuda_target(void **state)
@@ -595,6 +622,7 @@ static void runs_on_the_cuda_target(void **state)
          "no architecture of the cuda target is called 'sm_99'; there are ");
   expect("run --target cuda --dtype f32 --tokens 64", 1, NULL, "f32");
 
+  ranks_are_devices();
   put_array("gq.npy", 3, (const int64_t[]){ 70, 4, 16 });
   put_array("gk.npy", 3, (const int64_t[]){ 70, 2, 16 });
   put_array("gv.npy", 3, (const int64_t[]){ 70, 2, 16 });

@@ -77,9 +77,9 @@
     "of halo, all_gather, a2a, ring, ring_all; default all")                                       \
   X(ROUNDS, "rounds", "N", VERB, "measure N times, in turns; default 5")                           \
   X(HTML, "html", "FILE", VERB, "also write a page with a picture")                                \
-  X(TRANSPORT, "transport", "threads|mpi", VERB,                                                   \
-    "how the ranks reach each other: threads of one process (the default), or one process per "    \
-    "rank, started by mpirun or srun")                                                             \
+  X(TRANSPORT, "transport", "threads|mpi|nccl", VERB,                                              \
+    "how the ranks reach each other: threads of one process (the default); one process per rank, " \
+    "started by mpirun or srun; or, of 'run', GPUs, one per rank, with mpirun or without")         \
   X(DEADLINE, "deadline", "SECONDS", VERB,                                                         \
     "longest wait of a rank for another; default 600")                                             \
   X(EXCHANGE, "exchange", "TEXT", VERB,                                                            \

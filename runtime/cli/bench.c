@@ -295,7 +295,7 @@ static enum cli_exit run(const struct cli_args *args)
   struct cli_contest contest = { .given = &given };
   struct cli_ranks ranks = { 0 };
   const char *transport = args->value[CLI_TRANSPORT] ? args->value[CLI_TRANSPORT] : "threads";
-  enum cli_exit code = cli_ranks_check(args);
+  enum cli_exit code = cli_ranks_check(args, false);
 
   if (!code) code = read_options(args, &contest);
   if (!code) code = cli_given_read(args, true, NULL, &given);

@@ -1,7 +1,8 @@
 // group.c: one thread per rank that is here, one shared context, one layer each.  A rank that fails
 // takes the others with it: they leave the exchange and the meeting points below
 // (swathe_transport_abort).  With --transport mpi the one rank of each process holds the inputs
-// whole, and its outputs travel to rank 0.
+// whole, and its outputs travel to rank 0.  With --transport nccl only layers use NCCL: ranks still
+// meet as threads or by MPI, where a failure is heard of at once.
 #include "group.h"
 
 #include <inttypes.h>
@@ -15,7 +16,8 @@
 // What the threads share.
 struct team {
   struct cli_group *group;
-  pthread_mutex_t mutex;
+  struct member *members;
+  pthread_mutex_t mutex;  // also of their links
   bool failed;
   char words[8192];     // of the first failure
   float *dsink_parts;   // [ranks][q_heads]
@@ -26,6 +28,7 @@ struct member {
   pthread_t thread;
   int32_t rank;
   struct swathe_transport *transport;
+  struct swathe_transport *link;  // the layer's; the same, or one of NCCL
   int64_t rows, span_count;
   struct swathe_span *spans;
   struct swathe_layer *layer;
@@ -55,6 +58,9 @@ static bool fail_team(struct member *member, const char *format, ...)
   const bool first = !team->failed;
   team->failed = true;
   if (first) memcpy(team->words, words, sizeof words);
+  for (int32_t i = 0; first && i < team->group->ranks.count; i++)
+    if (team->members[i].link && team->group->ranks.nccl)
+      swathe_transport_abort(team->members[i].link, words);
   pthread_mutex_unlock(&team->mutex);
   if (first) swathe_transport_abort(member->transport, words);
   return false;
@@ -316,11 +322,36 @@ static struct swathe_tensors all_tensors(const struct member *member)
 
 // ---- A rank's run -------------------------------------------------------------------------------
 
+static void set_link(struct member *member, struct swathe_transport *link)
+{
+  pthread_mutex_lock(&member->team->mutex);
+  member->link = link;
+  pthread_mutex_unlock(&member->team->mutex);
+}
+
+static bool connect(struct member *member)
+{
+  struct cli_group *group = member->team->group;
+  struct swathe_transport *link = NULL;
+  const enum swathe_status status =
+      cli_ranks_link(&group->ranks, group->given->context, member->rank, &link);
+  if (status) return fail_library(member, status, "to reach the others over NCCL");
+  set_link(member, link);
+  return true;
+}
+
+static void disconnect(struct member *member)
+{
+  struct swathe_transport *link = member->link;
+  set_link(member, NULL);
+  if (member->team->group->ranks.nccl) swathe_transport_destroy(link);
+}
+
 static bool make_layer(struct member *member)
 {
   const struct cli_given *given = member->team->group->given;
   enum swathe_status status =
-      swathe_layer_create(given->context, &given->problem, member->transport, &member->layer);
+      swathe_layer_create(given->context, &given->problem, member->link, &member->layer);
   if (!status && member->team->group->args->value[CLI_EXCHANGE])
     status = swathe_layer_set_exchange(member->layer,
                                        member->team->group->args->value[CLI_EXCHANGE]);
@@ -355,6 +386,7 @@ static bool run_once(struct member *member, enum swathe_direction direction, int
   const double begin_us = now_us();
   enum swathe_status status = backward ? swathe_layer_backward(member->layer, &tensors, NULL)
                                        : swathe_layer_forward(member->layer, &tensors, NULL);
+  if (!status && group->ranks.nccl) status = swathe_transport_wait(member->link);
   if (!status)
     status = swathe_stream_synchronize(group->given->context, target_of(member), NULL);
   if (status) return fail_library(member, status, backward ? "in backward" : "in forward");
@@ -395,7 +427,7 @@ static void *run_rank(void *arg)
   struct member *member = arg;
   struct cli_group *group = member->team->group;
   const bool backward = group->arrays->backward;
-  bool fine = make_layer(member) && find_spans(member) && scatter(member);
+  bool fine = connect(member) && make_layer(member) && find_spans(member) && scatter(member);
 
   for (int64_t i = 0; fine && i < group->repeat; i++)
     fine = run_once(member, SWATHE_FORWARD, i) &&
@@ -406,6 +438,7 @@ static void *run_rank(void *arg)
     swathe_layer_explain(member->layer, group->explain, sizeof group->explain);
   (void)meet(member);  // nobody destroys a layer that another still talks to
   swathe_layer_destroy(member->layer);
+  disconnect(member);
   free_tensors(member);
   free(member->timings);
   free(member->spans);
@@ -467,6 +500,7 @@ static enum cli_exit run_threads(struct team *team)
   int32_t started = 0;
 
   if (!members) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks->count);
+  team->members = members;
   for (int32_t i = 0; i < ranks->count; i++) {
     const int32_t rank = ranks->first + i;
     members[i] = (struct member){

@@ -23,10 +23,17 @@ static int32_t from_launcher(const char *const *names)
   return -1;
 }
 
-static bool by_mpi(const struct cli_args *args)
+static bool is_transport(const struct cli_args *args, const char *name)
 {
   const char *transport = args->value[CLI_TRANSPORT];
-  return transport && !strcmp(transport, "mpi");
+  return transport && !strcmp(transport, name);
+}
+
+// Devices are of threads where no launcher started processes.
+static bool by_mpi(const struct cli_args *args)
+{
+  return is_transport(args, "mpi") ||
+         (is_transport(args, "nccl") && from_launcher(rank_names) >= 0);
 }
 
 static enum cli_exit read_deadline(const struct cli_args *args, double *deadline_s)
@@ -38,14 +45,17 @@ static enum cli_exit read_deadline(const struct cli_args *args, double *deadline
   return code;
 }
 
-enum cli_exit cli_ranks_check(const struct cli_args *args)
+enum cli_exit cli_ranks_check(const struct cli_args *args, bool devices)
 {
   const char *transport = args->value[CLI_TRANSPORT];
   double deadline_s;
-  if (transport && strcmp(transport, "threads") && strcmp(transport, "mpi"))
+  if (!devices && is_transport(args, "nccl"))
+    return cli_fail(CLI_BAD_USE, "--transport nccl is for 'swathe run' only");
+  if (transport && strcmp(transport, "threads") && strcmp(transport, "mpi") &&
+      strcmp(transport, "nccl"))
     return cli_fail(CLI_BAD_USE,
                     "--transport %s: there is 'threads', ranks that are threads of one process, "
-                    "and 'mpi', one process per rank",
+                    "'mpi', one process per rank, and 'nccl', one GPU per rank",
                     transport);
   return read_deadline(args, &deadline_s);
 }
@@ -57,6 +67,8 @@ enum cli_exit cli_ranks_open(const struct cli_args *args, int32_t ranks, struct 
   enum swathe_status status;
   const enum cli_exit code = read_deadline(args, &deadline_s);
   if (code) return code;
+  made.nccl = is_transport(args, "nccl");
+  made.deadline_s = deadline_s;
 
   if (by_mpi(args)) status = swathe_mpi_create(NULL, NULL, ranks, deadline_s, &made.transport);
   else status = swathe_threads_create(ranks, deadline_s, &made.threads);
@@ -77,6 +89,38 @@ enum cli_exit cli_ranks_open(const struct cli_args *args, int32_t ranks, struct 
 struct swathe_transport *cli_ranks_transport(const struct cli_ranks *ranks, int32_t rank)
 {
   return ranks->transport ? ranks->transport : swathe_threads_rank(ranks->threads, rank);
+}
+
+// The device of a rank: of threads each has its own, of processes each has its own on its machine.
+static int32_t device_of(const struct cli_ranks *ranks, int32_t rank)
+{
+  static const char *const names[] = { "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+                                       "SLURM_LOCALID", NULL };
+  const int32_t local = ranks->transport ? from_launcher(names) : rank;
+  return local >= 0 ? local : 0;
+}
+
+enum swathe_status cli_ranks_link(const struct cli_ranks *ranks, struct swathe_context *context,
+                                  int32_t rank, struct swathe_transport **link)
+{
+  struct swathe_transport *transport = cli_ranks_transport(ranks, rank);
+  char mine[SWATHE_NCCL_ID_BYTES] = { 0 };
+  struct swathe_nccl given = {
+    .rank = rank, .ranks = ranks->ranks, .deadline_s = ranks->deadline_s
+  };
+
+  *link = transport;
+  if (!ranks->nccl) return SWATHE_OK;
+  enum swathe_status status = swathe_device_use(context, device_of(ranks, rank));
+  if (!status && rank == 0) status = swathe_nccl_id(mine);
+  if (status) return status;
+  char *ids = malloc((size_t)ranks->ranks * sizeof mine);
+  if (!ids) return SWATHE_NO_MEMORY;
+  status = swathe_transport_gather(transport, mine, sizeof mine, ids);
+  given.id = ids;
+  if (!status) status = swathe_nccl_create(&given, link);
+  free(ids);
+  return status;
 }
 
 void cli_ranks_close(struct cli_ranks *ranks)

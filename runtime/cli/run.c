@@ -277,7 +277,7 @@ static enum cli_exit check_options(const struct cli_args *args)
   for (int i = 0; i < 2 && !code; i++)
     if (args->value[CLI_Q] && !args->value[with_q[i]])
       code = cli_fail(CLI_BAD_USE, "--q needs %s too", cli_args_name(with_q[i]));
-  if (!code) code = cli_ranks_check(args);
+  if (!code) code = cli_ranks_check(args, true);
   return code;
 }
 
@@ -329,6 +329,9 @@ static enum cli_exit run(const struct cli_args *args)
   if (!code) code = cli_args_integer(args, CLI_SEED, 0, INT32_MAX, &seed);
   if (!code) code = cli_args_integer(args, CLI_REPEAT, 1, 1000000, &group.repeat);
   if (!code) code = read_data(args, (uint64_t)seed, &given, &arrays);
+  if (!code && args->value[CLI_TRANSPORT] && !strcmp(args->value[CLI_TRANSPORT], "nccl") &&
+      given.problem.target != SWATHE_CUDA)
+    code = cli_fail(CLI_BAD_USE, "--transport nccl is for --target cuda");
   if (!code) code = run_and_check(args, &group, (uint64_t)seed);
   cli_group_free(&group);
   cli_arrays_free(&arrays);

@@ -195,7 +195,7 @@ static enum cli_exit tune_exchange(const struct cli_args *args, const struct cli
                                    const struct swathe_tune_options *options)
 {
   struct cli_ranks ranks = { 0 };
-  enum cli_exit code = cli_ranks_check(args);
+  enum cli_exit code = cli_ranks_check(args, false);
   if (!code) code = cli_ranks_open(args, given->sharding.ranks, &ranks);
   if (code) return code;
   struct member *members = calloc((size_t)ranks.count, sizeof *members);
