@@ -170,7 +170,7 @@ def be_rank(path, rank, ranks, meeting):
     for _ in range(3):
         status = status or layer.forward()
     words = swathe.swathe_error().decode()
-    if status not in (TIMEOUT, TRANSPORT) or f"gloo of rank {rank} failed to wait" not in words:
+    if status not in (TIMEOUT, TRANSPORT) or f"gloo of rank {rank} failed to " not in words:
         raise RuntimeError(f"a rank went away, and the layer says {status}: {words}")
     layer.close()
     alone.close()
