@@ -397,10 +397,29 @@ static void expect_near(const char *what, double got, double want, double tolera
     fail_msg("%s at %lld, head %d, dim %d: %g, not %g", what, (long long)at, h, d, got, want);
 }
 
-// For inputs near N(0,1), whose scores are the larger the larger the scale.
-static double tolerance(const struct swathe_problem *p)
+// A sum of products of weights with elements, and of their squares.
+struct sum { double of, squares; };
+
+static void add_product(struct sum *sum, double weight, double element)
 {
-  return 2e-2 * fmax(1, fabs(sw_problem_scale(p)) * sqrt(p->head_dim_qk));
+  sum->of += weight * element;
+  sum->squares += weight * element * weight * element;
+}
+
+// Weights are rounded to elements before they are multiplied: errors of up to `unit` of each term,
+// which come to little more than their root mean square; then the result is rounded.  Scores that
+// are far larger than their exponentials can tell apart get more.
+static void expect_sum(const char *what, const struct scene *scene, double got, struct sum want,
+                       int64_t at, int h, int d)
+{
+  const double unit = scene->f16 ? 0x1p-11 : 0x1p-8;
+  const double scores = fabs(sw_problem_scale(&scene->problem)) *
+                        sqrt(scene->problem.head_dim_qk);
+  const double tolerance = 6 / sqrt(3) * unit * sqrt(want.squares) + unit * fabs(want.of) + 1e-4 +
+                           (scores > 2 ? 2e-2 * scores * fmax(1, fabs(want.of)) : 0);
+  if (!(fabs(got - want.of) <= tolerance))
+    fail_msg("%s at %lld, head %d, dim %d: %g, not %g, within %g", what, (long long)at, h, d, got,
+             want.of, tolerance);
 }
 
 static void check_dq(const struct scene *scene, int u, int b)
@@ -411,19 +430,20 @@ static void check_dq(const struct scene *scene, int u, int b)
 
   for (int64_t i = 0; i < unit->tokens; i++)
     for (int h = 0; h < p->q_heads; h++) {
-      double want[MOST_DIM] = { 0 }, ds;
+      struct sum want[MOST_DIM] = { 0 };
+      double ds;
       for (int64_t r = unit->run_begin; r < unit->run_end; r++)
         for (int64_t j = 0; j < scene->runs[r].tokens; j++) {
           const int64_t key = scene->runs[r].position + j;
           if (!sees(p, unit->position + i, key)) continue;
           weigh(scene, unit, i, key, h, b, document, &ds);
           const uint16_t *k = elems(&scene->k, document + key, h / (p->q_heads / p->kv_heads), b);
-          for (int d = 0; d < p->head_dim_qk; d++) want[d] += ds * (double)widen(k[d], scene->f16);
+          for (int d = 0; d < p->head_dim_qk; d++)
+            add_product(&want[d], ds, (double)widen(k[d], scene->f16));
         }
       const uint16_t *got = elems(&scene->dq, unit->row + i, h, b);
       for (int d = 0; d < p->head_dim_qk; d++)
-        expect_near("dq", (double)widen(got[d], scene->f16), want[d], tolerance(p),
-                    unit->row + i, h, d);
+        expect_sum("dq", scene, (double)widen(got[d], scene->f16), want[d], unit->row + i, h, d);
     }
 }
 
@@ -446,24 +466,26 @@ static void check_run(const struct scene *scene, int u, const struct sw_run *run
 
   for (int64_t j = 0; j < run->tokens; j++)
     for (int kv = 0; kv < p->kv_heads; kv++) {
-      double dk[MOST_DIM] = { 0 }, dv[MOST_DIM] = { 0 }, ds;
+      struct sum dk[MOST_DIM] = { 0 }, dv[MOST_DIM] = { 0 };
+      double ds;
       for (int64_t i = 0; i < unit->tokens; i++) {
         if (!sees(p, unit->position + i, run->position + j)) continue;
         for (int h = kv * gqa; h < (kv + 1) * gqa; h++) {
           const double weight = weigh(scene, unit, i, run->position + j, h, b, document, &ds);
           const uint16_t *q = elems(&scene->q, unit->row + i, h, b);
           const uint16_t *dout = elems(&scene->dout, unit->row + i, h, b);
-          for (int d = 0; d < p->head_dim_qk; d++) dk[d] += ds * (double)widen(q[d], scene->f16);
+          for (int d = 0; d < p->head_dim_qk; d++)
+            add_product(&dk[d], ds, (double)widen(q[d], scene->f16));
           for (int d = 0; d < p->head_dim_v; d++)
-            dv[d] += weight * (double)widen(dout[d], scene->f16);
+            add_product(&dv[d], weight, (double)widen(dout[d], scene->f16));
         }
       }
       for (int d = 0; d < p->head_dim_qk; d++)
-        expect_near("dk", gradient(scene, &scene->dk, &run->dk, run->final, j, kv, b, d), dk[d],
-                    tolerance(p), run->position + j, kv, d);
+        expect_sum("dk", scene, gradient(scene, &scene->dk, &run->dk, run->final, j, kv, b, d),
+                   dk[d], run->position + j, kv, d);
       for (int d = 0; d < p->head_dim_v; d++)
-        expect_near("dv", gradient(scene, &scene->dv, &run->dv, run->final, j, kv, b, d), dv[d],
-                    tolerance(p), run->position + j, kv, d);
+        expect_sum("dv", scene, gradient(scene, &scene->dv, &run->dv, run->final, j, kv, b, d),
+                   dv[d], run->position + j, kv, d);
     }
 }
 
