@@ -611,6 +611,8 @@ static void test_what_it_does_not_load(void **state)
   setenv("EMULATOR_ARCH", "sm_90", 1);
   assert_int_equal(cuda.load(&module, text), 0);
   snprintf(text, sizeof text, head, "sm_90a", "");
+  assert_int_equal(cuda.load(&module, text), 0);
+  setenv("EMULATOR_ARCH", "sm_100", 1);
   assert_int_equal(cuda.load(&module, text), 218);
   unsetenv("EMULATOR_ARCH");
   snprintf(text, sizeof text, head, "sm_80", "");

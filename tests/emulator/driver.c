@@ -755,7 +755,8 @@ static CUresult check_target(const struct ptx_module *ptx, struct log *log)
              ptx->version % 10, most_ptx_version() / 10, most_ptx_version() % 10);
     return refuse(log, UNSUPPORTED_PTX_VERSION, words);
   }
-  if (ptx->arch > own || (last == 'a' && strcmp(ptx->target, at->name))) {
+  // what is made for one architecture alone (sm_90a) runs on its devices and on no later ones
+  if (ptx->arch > own || (last == 'a' && ptx->arch != own)) {
     snprintf(words, sizeof words, "the PTX is for %s and this is %s", ptx->target, at->name);
     return refuse(log, INVALID_PTX, words);
   }
