@@ -189,36 +189,50 @@ static uint32_t place(const struct operand *operand, uint32_t row, uint32_t k)
   return at ^ (at >> 3 & bits << 4);
 }
 
+// 16 bytes of an operand, read by the tensor cores on the warp's behalf.
 static void watch_operand(struct machine_block *block, struct machine_warp *warp,
-                          const struct code_op *op, uint32_t offset, uint32_t clock,
-                          uint32_t agent)
+                          const struct code_op *op, uint32_t offset, uint32_t clock)
 {
   if (!block->launch->watch) return;
-  uint32_t grain = offset >> block->code->grain_bits;
-  uint32_t epoch = block->writer[grain], writer = epoch >> 7 & 63;
-  if (!epoch || epoch & WATCH_PENDING) watch_unwritten(block, op, 0, grain);
-  if (!watch_before(warp, epoch, MACHINE_WHOLE_WARP))
-    watch_race(block, op, 0, grain, "reads", "was written", writer, block->writer_op[grain]);
-  if (writer < MACHINE_TENSOR && epoch >> 13 > warp->proxied[writer])
-    machine_fault(block, op, 0, MACHINE_LAUNCH_FAILED,
-                  "reads shared memory at %u, which was written (line %u) with no "
-                  "fence.proxy.async since", offset,
-                  block->code->ops[block->writer_op[grain]].line);
-  uint32_t mine = clock << 6 | MACHINE_WHOLE_WARP;  // another warp's may be later
-  if (mine > block->reader[agent][grain]) block->reader[agent][grain] = mine;
-  block->reader_op[grain] = (uint32_t)(op - block->code->ops);
+  uint32_t *reader = block->reader[MACHINE_TENSOR + warp->number / 4];
+  uint32_t first = offset >> block->code->grain_bits, count = watch_grains(block, 16);
+  uint32_t mine = clock << 6 | MACHINE_WHOLE_WARP, last = ~0u;
+  for (uint32_t grain = first; grain < first + count; grain++) {
+    uint32_t epoch = block->writer[grain], writer = epoch >> 7 & 63;
+    if (epoch != last) {
+      if (!epoch || epoch & WATCH_PENDING) watch_unwritten(block, op, 0, grain);
+      if (!watch_before(warp, epoch, MACHINE_WHOLE_WARP))
+        watch_race(block, op, 0, grain, "reads", "was written", writer, block->writer_op[grain]);
+      if (writer < MACHINE_TENSOR && epoch >> 13 > warp->proxied[writer])
+        machine_fault(block, op, 0, MACHINE_LAUNCH_FAILED,
+                      "reads shared memory at %u, which was written (line %u) with no "
+                      "fence.proxy.async since", grain << block->code->grain_bits,
+                      block->code->ops[block->writer_op[grain]].line);
+      last = epoch;
+    }
+    if (mine > reader[grain]) reader[grain] = mine;  // another warp's may be later
+    block->reader_op[grain] = (uint32_t)(op - block->code->ops);
+  }
 }
 
-static float fetch(struct machine_block *block, struct machine_warp *warp,
-                   const struct code_op *op, const struct operand *operand, uint32_t row,
-                   uint32_t k, uint32_t clock)
+// Rows [first, first + count) of an operand and their 16 k.  What is contiguous in memory, k or
+// rows, is so in units of 16 bytes, which no swizzle breaks.
+static void fetch(struct machine_block *block, struct machine_warp *warp,
+                  const struct code_op *op, const struct operand *operand, uint32_t first,
+                  uint32_t count, uint32_t clock, float (*into)[16])
 {
-  uint32_t address = place(operand, row, k), offset = address - CODE_SHARED_BASE;
-  uint16_t bits;
-  memcpy(&bits, watch_shared(block, op, 0, address, 2), 2);
-  if (!(offset & ((1u << block->code->grain_bits) - 1)))
-    watch_operand(block, warp, op, offset, clock, MACHINE_TENSOR + warp->number / 4);
-  return real(bits, op->type);
+  for (uint32_t i = 0; i < count * 2; i++) {
+    uint32_t row = operand->major_k ? i / 2 : i / 16 * 8, k = operand->major_k ? i % 2 * 8 : i % 16;
+    uint32_t address = place(operand, first + row, k);
+    uint16_t bits[8];
+    memcpy(bits, watch_shared(block, op, 0, address, 16), sizeof bits);
+    watch_operand(block, warp, op, address - CODE_SHARED_BASE, clock);
+    for (uint32_t e = 0; e < 8; e++) {
+      float x = real(bits[e], op->type);
+      if (operand->major_k) into[row][k + e] = x;
+      else into[row + e][k] = x;
+    }
+  }
 }
 
 // The warp's 16 rows of the warpgroup's 64.
@@ -238,16 +252,13 @@ static void run_wgmma(struct machine_block *block, struct machine_warp *warp,
   if (op->extra)
     for (int i = 0; i < 4; i++)
       unpack(&a[8 * (i & 1)][8 * (i >> 1)], 16, wgmma->a[i], op->type);
-  for (uint32_t i = 0; i < 16; i++)
-    for (uint32_t k = 0; k < 16; k++) {
-      if (!op->extra)
-        a[i][k] = fetch(block, warp, op, &a_at, warp->number % 4 * 16 + i, k, wgmma->clock);
-      a[i][k] *= scale_a;
-    }
+  if (!op->extra) fetch(block, warp, op, &a_at, warp->number % 4 * 16, 16, wgmma->clock, a);
+  for (int i = 0; i < 16; i++)
+    for (int k = 0; k < 16; k++) a[i][k] *= scale_a;
   for (int n = 0; n < columns; n += 8) {
-    for (uint32_t i = 0; i < 8; i++)
-      for (uint32_t k = 0; k < 16; k++)
-        b[i][k] = scale_b * fetch(block, warp, op, &b_at, (uint32_t)n + i, k, wgmma->clock);
+    fetch(block, warp, op, &b_at, (uint32_t)n, 8, wgmma->clock, b);
+    for (int i = 0; i < 8; i++)
+      for (int k = 0; k < 16; k++) b[i][k] *= scale_b;
     float *sums = wgmma->sums + (size_t)n / 2 * 32;
     for (int half = 0; half < 2; half++)
       for (int l = 0; l < 32; l++)
