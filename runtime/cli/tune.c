@@ -121,10 +121,13 @@ static void print_measured(const struct swathe_tuned *tuned)
            tuned->tried, tuned->rejected, tuned->failed);
 }
 
-static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned)
+static void print_tuned(enum swathe_direction direction, const struct swathe_tuned *tuned,
+                        enum swathe_target target)
 {
   printf("%s\n", direction_names[direction]);
   print_measured(tuned);
+  if (target == SWATHE_CUDA && *tuned->config)
+    printf("  limit     not known: the peaks of a GPU are not measured\n");
 }
 
 // ---- The exchange -------------------------------------------------------------------------------
@@ -251,7 +254,7 @@ static enum cli_exit tune(const struct cli_args *args, const struct cli_given *g
     if (args->value[CLI_JSON]) {
       json_array_append_new(kernels, tuned_json((enum swathe_direction)i, &tuned[i], &refused));
     } else {
-      print_tuned((enum swathe_direction)i, &tuned[i]);
+      print_tuned((enum swathe_direction)i, &tuned[i], given->problem.target);
       print_refused(&refused, args->value[CLI_VERBOSE]);
     }
     json_decref(refused.rules);

@@ -142,6 +142,7 @@ class Check:
         self.say(f"{name}: {record['verdict']} in {record['took_s']} s"
                  + (f": {record['why']}" if "why" in record else ""))
         self.steps.append(record)
+        self.save()  # so that little is lost if all of this is killed
         return record["verdict"]
 
     def ask_doctor(self):
@@ -335,6 +336,8 @@ class Check:
         found["records"] = [json.loads(line) for line in out.splitlines() if line[:1] == "{"]
         for record in found["records"]:
             self.say(record["line"])
+        if status == 3:
+            raise Skip("PyTorch sees no GPU")
         if status != 0:
             for line in end_of(err):
                 self.say("    " + line)
@@ -383,11 +386,15 @@ class Check:
         if not busy and os.path.exists(self.database + ".lease"):
             os.remove(self.database + ".lease")
 
-    def write(self):
+    def conclude(self):
         verdicts = [step["verdict"] for step in self.steps]
         self.say()
         self.say(f"{verdicts.count('passed')} steps passed, {verdicts.count('failed')} failed, "
                  f"{verdicts.count('skipped')} skipped, in {ALL_S - self.left_s():.0f} s")
+        print(f"written to {self.save()}")
+        return "failed" not in verdicts
+
+    def save(self):
         path = os.path.join(self.out, self.file_name() + ".txt")
         document = {"device": self.device, "grade": "EMULATED" if self.emulated else "measured",
                     "steps": self.steps}
@@ -395,8 +402,7 @@ class Check:
             file.write("\n".join(self.lines) + "\n---- json\n")
             json.dump(document, file, indent=1)
             file.write("\n")
-        print(f"written to {path}")
-        return "failed" not in verdicts
+        return path
 
     def all(self):
         os.makedirs(self.out, exist_ok=True)
@@ -412,7 +418,7 @@ class Check:
             self.step("beside PyTorch on the same tensors", 110, self.compare)
             self.step("overlap, emulated on a single GPU", 30, self.overlap)
             self.fold_database()
-        return self.write()
+        return self.conclude()
 
 
 def main():

@@ -4,7 +4,7 @@
 
 PROBLEM is the canonical text of one rank's share, which is run alone as one sequence.  Prints one
 JSON document a line, each as soon as it is known: {"problem", "kind", "line", ...}.  Exit 1 if a
-result of the layer is off.
+result of the layer is off, 3 if PyTorch sees no GPU.
 
 The others: flex_attention with the window as its block mask (the sink is its output scaled by
 sigmoid(lse - sink)), SDPA by cuDNN and by the memory-efficient kernel with the window as a mask,
@@ -29,6 +29,7 @@ import torch
 
 LIMITS = {"out": 2e-2, "lse": 1e-3, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2}  # as `swathe run --check`
 CUDA = 1                     # enum swathe_target
+NO_DEVICE = 3                # exit status: PyTorch sees none
 CHECKED = 64                 # rows of a block that is compared with the reference
 RUNS, RUNS_S = 30, 0.4       # of one timing, at most
 
@@ -245,7 +246,7 @@ class Clock:
 
     def median_us(self, work, flush=True):
         def once():
-            if flush:
+            for _ in range(2 if flush else 0):
                 self.flushed.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -352,8 +353,7 @@ def beside(problem, arrays, record, clock, other):
                for name in ("q", "k", "v"))
     attend = make(problem, arrays)
     if clock:
-        with torch.no_grad():
-            us = clock.median_us(lambda: attend(q, k, v))
+        us = clock.median_us(lambda: attend(q, k, v))  # keeps what backward needs
         clock.report(problem, record, who, "forward", us, note)
     out = attend(q, k, v)
     dout = arrays["dout"].transpose(0, 1)[None].to(out.dtype)
@@ -387,7 +387,7 @@ def compare(library, problem, clock):
     if clock:
         clock.report(problem, record, "swathe", "forward", clock.median_us(layer.forward))
         clock.report(problem, record, "swathe", "backward", clock.median_us(layer.backward))
-        record.say("configs", layer.explain())
+    record.say("configs", layer.explain())
     for other in OTHERS if clock else OTHERS_EMULATED:
         try:
             right = beside(problem, arrays, record, clock, other) and right
@@ -407,6 +407,8 @@ def main():
     if len(arguments) < 2:
         print(__doc__, file=sys.stderr)
         return 2
+    if not emulated and not torch.cuda.is_available():
+        return NO_DEVICE
     clock = None if emulated else Clock()
     if clock:
         clock.measure_peaks()
