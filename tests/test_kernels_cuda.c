@@ -973,6 +973,9 @@ static const struct scene_row forward_strips[] = {
   { WIDE_64 "window_left=0,window_right=16", STRIP_64 "strip=4", 130, 3, 1, 100, 8, true },
   { GPT_64 "window_left=40", "pack=4,warps=2,warp_rows=32,block_k=64,strip=4", 150, 1, 1, 140, 0,
     false },
+  // rows of out lie across those of other warps' queries
+  { "q_heads=2,kv_heads=1,head_dim_qk=192,head_dim_v=128,dtype=bf16,window_left=16",
+    STRIP_64 "strip=4", 130, 1, 1, 100, 0, false },
 };
 
 static const struct scene_row forward_shapes[] = {

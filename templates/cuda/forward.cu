@@ -346,6 +346,12 @@ DEVICE void begin_rows(struct rows &rows) {
   }
 }
 
+// Until Q was read wherever the warp's rows of out will lie.
+DEVICE void queries_sync(void) {
+  if (PITCH(HEAD_DIM_QK) == PITCH(HEAD_DIM_V)) warp_sync();
+  else block_sync();                              // rows of out lie across those of other warps
+}
+
 // Writes the tile's out and lse, and grows the largest scores.
 DEVICE void finish_tile(unsigned q_tile, const struct sw_cuda_args &all, const struct part &part,
                         const struct rows &rows, int t) {
@@ -362,7 +368,7 @@ DEVICE void finish_tile(unsigned q_tile, const struct sw_cuda_args &all, const s
                                 row + at / PACK, head + at % PACK,
                                 at < rows_there && lane() % 4 == 0);
     }
-  warp_sync();                                    // all lanes have read the warp's rows of Q
+  queries_sync();                                 // all have read what lies where out will
   lay_out(q_tile, part, rows, shares);
   warp_sync();                                    // the warp's rows of out are there
   store_out(q_tile, part, all.attention.out, row, head, place.batch, rows_there);
