@@ -467,6 +467,12 @@ return {
 
   cuda = {
 
+    -- all that travels together is one group on a stream, which nobody looks at
+    exchange = exchange {
+      overlap = { 0, 1, 2 }, chunks = { 1, 2, 4, 8 }, together = { 0, 1 }, order = { 0 },
+      poll = { 1 }, progress = { 0 },
+    },
+
     forward = {
       summary = "queries against the keys of their window: out and lse",
       fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",

@@ -137,17 +137,8 @@ void sw_exchange_progress(void *arg)
   exchange->status = exchange->transport->operations->test(exchange->transport, &exchange->done);
 }
 
-// One side of a phase: what is sent or received, and where it lies.
-struct side {
-  void *data;
-  const struct sw_halo_message *messages;
-  int64_t count, tokens;               // of the whole buffer
-  size_t elem_bytes;
-  bool send, tracked;                  // tracked: arrivals are counted
-};
-
-static void add_message(struct swathe_layer *layer, const struct side *side, int32_t peer,
-                        int64_t element, int64_t elements, _Atomic int32_t *left)
+static void add_message(struct swathe_layer *layer, const struct sw_exchange_side *side,
+                        int32_t peer, int64_t element, int64_t elements, _Atomic int32_t *left)
 {
   const size_t bytes = (size_t)elements * side->elem_bytes;
   ((struct sw_transport_message *)layer->messages.items)[layer->messages.count++] =
@@ -164,7 +155,7 @@ static void add_message(struct swathe_layer *layer, const struct side *side, int
 }
 
 // The messages of one chunk; `arrival` counts them.
-static void add_chunk(struct swathe_layer *layer, const struct side *side, int32_t peer,
+static void add_chunk(struct swathe_layer *layer, const struct sw_exchange_side *side, int32_t peer,
                       struct slots slots, struct sw_arrival *arrival)
 {
   const struct swathe_problem *p = &layer->problem;
@@ -185,9 +176,10 @@ static void add_chunk(struct swathe_layer *layer, const struct side *side, int32
   add_message(layer, side, peer, side->tokens * k + slots.begin * v, tokens * v, left);
 }
 
-// Lists a side's messages: peer by peer, or the first chunks of all before the second ones.
-// Arrivals stand by ascending slot, whatever the order of messages.
-static void add_side(struct swathe_layer *layer, const struct side *side)
+// Lists a side's messages: peer by peer, or the first chunks of all before the second ones; of
+// chunk `only` alone unless it is -1.  Arrivals stand by ascending slot, whatever the order of
+// messages.
+static void add_side(struct swathe_layer *layer, const struct sw_exchange_side *side, int32_t only)
 {
   const int32_t turns = layer->knobs.order ? layer->knobs.chunks : 1;
   struct sw_arrival *arrivals = layer->arrivals.items;
@@ -198,7 +190,7 @@ static void add_side(struct swathe_layer *layer, const struct side *side)
       const struct sw_halo_message *message = &side->messages[m];
       const int32_t chunks = chunks_of(layer, message);
       for (int32_t c = 0; c < chunks; c++) {
-        if (layer->knobs.order && c != turn) continue;
+        if ((layer->knobs.order && c != turn) || (only >= 0 && c != only)) continue;
         const int32_t part = part_of(layer, c, chunks);
         add_chunk(layer, side, message->peer, part_slots(message, part, chunks),
                   side->tracked ? &arrivals[before + part] : NULL);
@@ -209,16 +201,39 @@ static void add_side(struct swathe_layer *layer, const struct side *side)
   }
 }
 
+void sw_exchange_list(struct swathe_layer *layer, const struct sw_exchange_side *receive,
+                      const struct sw_exchange_side *send, int32_t chunk)
+{
+  layer->messages.count = layer->arrivals.count = 0;
+  add_side(layer, receive, chunk);
+  add_side(layer, send, chunk);
+}
+
+int32_t sw_exchange_last_chunk(const struct swathe_layer *layer, int64_t slot, int64_t tokens)
+{
+  const struct sw_halo_plan *plan = layer->plan;
+  int32_t last = 0;
+
+  for (int64_t m = 0; m < plan->receive_message_count; m++) {
+    const struct sw_halo_message *message = &plan->receive_messages[m];
+    const int32_t chunks = chunks_of(layer, message);
+    if (message->slot >= slot + tokens || message->slot + message->tokens <= slot) continue;
+    for (int32_t c = last + 1; c < chunks; c++) {
+      const struct slots part = part_slots(message, part_of(layer, c, chunks), chunks);
+      if (part.begin < slot + tokens && part.end > slot) last = c;
+    }
+  }
+  return last;
+}
+
 // Posts what this rank receives and what it sends.
-static enum swathe_status post(struct swathe_layer *layer, const struct side *receive,
-                               const struct side *send, struct sw_exchange *exchange)
+static enum swathe_status post(struct swathe_layer *layer, const struct sw_exchange_side *receive,
+                               const struct sw_exchange_side *send, struct sw_exchange *exchange)
 {
   const struct sw_transport_operations *operations;
   enum swathe_status status = SWATHE_OK;
 
-  layer->messages.count = layer->arrivals.count = 0;
-  add_side(layer, receive);
-  add_side(layer, send);
+  sw_exchange_list(layer, receive, send, -1);
   if (!layer->messages.count) return SWATHE_OK;
   exchange->transport = layer->transport;
   operations = layer->transport->operations;
@@ -334,12 +349,15 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
     sw_exchange_copy(layer->batch, segment->tokens, p->kv_heads, p->head_dim_v, to.v,
                      sw_exchange_tensor(&tensors->v, segment->row, elem), elem);
   }
-  return post(layer,
-              &(struct side){ halo, plan->receive_messages, plan->receive_message_count,
-                              plan->receive_tokens, elem, .tracked = true },
-              &(struct side){ layer->send.data, plan->send_messages, plan->send_message_count,
-                              plan->send_tokens, elem, .send = true },
-              exchange);
+  const struct sw_exchange_side receive = {
+    halo, plan->receive_messages, plan->receive_message_count, plan->receive_tokens, elem,
+    .tracked = true
+  };
+  const struct sw_exchange_side send = {
+    layer->send.data, plan->send_messages, plan->send_message_count, plan->send_tokens, elem,
+    .send = true
+  };
+  return post(layer, &receive, &send, exchange);
 }
 
 bool sw_exchange_narrows(const struct swathe_layer *layer)
@@ -357,13 +375,14 @@ enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_e
   *exchange = (struct sw_exchange){ .layer = layer };
   if (layer->muted) return SWATHE_OK;
   if (layer->baseline) return sw_baseline_post_sums(layer, exchange);
-  return post(layer,
-              &(struct side){ in, plan->send_messages, plan->send_message_count,
-                              plan->send_tokens, bytes, .send = false },
-              &(struct side){ layer->send_sums.data, plan->receive_messages,
-                              plan->receive_message_count, plan->receive_tokens, bytes,
-                              .send = true },
-              exchange);
+  const struct sw_exchange_side receive = {
+    in, plan->send_messages, plan->send_message_count, plan->send_tokens, bytes, .send = false
+  };
+  const struct sw_exchange_side send = {
+    layer->send_sums.data, plan->receive_messages, plan->receive_message_count,
+    plan->receive_tokens, bytes, .send = true
+  };
+  return post(layer, &receive, &send, exchange);
 }
 
 enum swathe_status sw_exchange_finish_sums(struct swathe_layer *layer, struct sw_exchange *exchange)

@@ -147,7 +147,7 @@ static enum swathe_status load_kernels(struct swathe_layer *layer, unsigned dire
 // Whether the exchange has knobs; else it goes by their defaults.
 static bool has_knobs(const struct swathe_layer *layer)
 {
-  return layer->strategy == SWATHE_HALO && !layer->aim.cuda;
+  return layer->strategy == SWATHE_HALO;
 }
 
 static enum swathe_status choose_configs(struct swathe_layer *layer,
@@ -320,7 +320,9 @@ enum swathe_status swathe_layer_set_exchange(struct swathe_layer *layer, const c
            "given by the caller");
   sw_exchange_read_knobs(config, &layer->agreed_knobs);
   layer->knobs = layer->agreed_knobs;
-  return layer->plan ? sw_exchange_reserve(layer) : SWATHE_OK;
+  // where keys lie in messages stands in the lists of the device
+  if (layer->plan && layer->cuda) status = sw_pass_cuda_shard(layer);
+  return status || !layer->plan ? status : sw_exchange_reserve(layer);
 }
 
 void swathe_layer_regroup(struct swathe_layer *layer, struct swathe_transport *transport)

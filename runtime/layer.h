@@ -262,7 +262,7 @@ struct sw_buffer {
   size_t bytes;
 };
 
-enum { SW_LAYER_BUFFERS = 7 };
+enum { SW_LAYER_BUFFERS = 7, SW_MOST_CHUNKS = 8 };
 
 // Beside the kernels' configs, by direction, that of the exchange.
 enum { SW_EXCHANGE = 2, SW_CONFIGS = 3 };
@@ -387,6 +387,23 @@ struct sw_key_views sw_exchange_wire(const struct swathe_layer *layer, void *dat
 
 // The knobs that a canonical config sets.
 void sw_exchange_read_knobs(const char *config, struct sw_exchange_knobs *knobs);
+
+// One side of a phase: what is sent or received, and where it lies.
+struct sw_exchange_side {
+  void *data;
+  const struct sw_halo_message *messages;
+  int64_t count, tokens;               // of the whole buffer
+  size_t elem_bytes;
+  bool send, tracked;                  // tracked: arrivals are counted
+};
+
+// The messages of a phase as the knobs have them, those to receive first, in layer->messages; of
+// one chunk of each of the plan's, or all (-1).  Counts their bytes.
+void sw_exchange_list(struct swathe_layer *layer, const struct sw_exchange_side *receive,
+                      const struct sw_exchange_side *send, int32_t chunk);
+
+// The last chunk, in the order in which they travel, that brings any of these slots' keys.
+int32_t sw_exchange_last_chunk(const struct swathe_layer *layer, int64_t slot, int64_t tokens);
 
 // Most messages of a phase under the layer's plan and knobs; room for them and for arrivals.
 enum swathe_status sw_exchange_reserve(struct swathe_layer *layer);

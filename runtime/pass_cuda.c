@@ -2,6 +2,7 @@
 //
 //   forward    the caller's stream:  gaps -> interior units ----------> edge units
 //              the layer's own:      pack the keys that others need -> wire --^
+//                                    (in chunks: edge units begin as theirs come)
 //   backward   the caller's stream:  gaps, delta -> edge units -> sums for the wire -> interior
 //                                    units ------> gather
 //              the layer's own:      wire (and widen) --^     (and keys before, unless kept)
@@ -51,6 +52,7 @@ struct sw_pass_cuda {
   void *began, *packed, *arrived;     // events: of one phase of the exchange
   void *uploaded, *used;              // the lists have come; the last call is done with them
   void *staged[2];                    // a staging block has been read
+  void *came[SW_MOST_CHUNKS];         // chunks of keys
 
   struct memory lists, staging[2];    // device; pinned
   int turn;                           // which staging block is next
@@ -86,6 +88,8 @@ static enum swathe_status make_streams(struct sw_pass_cuda *pass)
   if (!status) status = sw_device_cuda_stream(pass->device, false, &pass->upload);
   for (size_t i = 0; i < sizeof events / sizeof *events && !status; i++)
     status = sw_device_cuda_event(pass->device, false, events[i]);
+  for (int i = 0; i < SW_MOST_CHUNKS && !status; i++)
+    status = sw_device_cuda_event(pass->device, false, &pass->came[i]);
   return status;
 }
 
@@ -135,6 +139,8 @@ void sw_pass_cuda_destroy(struct swathe_layer *layer)
     if (!layer->transport || !layer->transport->holds_memory) free_memory(pass);
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
       sw_device_cuda_drop_event(pass->device, events[i]);
+    for (int i = 0; i < SW_MOST_CHUNKS; i++)
+      sw_device_cuda_drop_event(pass->device, pass->came[i]);
     sw_device_cuda_drop_stream(pass->device, pass->wire);
     sw_device_cuda_drop_stream(pass->device, pass->upload);
     sw_device_cuda_leave(pass->device);
@@ -300,8 +306,8 @@ static void list_runs(const struct swathe_layer *layer, int direction, struct sw
       run->k = rows_from(strides->k, source->index, elem);
       run->v = rows_from(strides->v, source->index, elem);
     } else {
-      const struct sw_key_views keys =
-          sw_exchange_packed(layer, pass->receive.data, elem, source->index);
+      const struct sw_key_views keys = sw_exchange_wire(
+          layer, pass->receive.data, elem, layer->plan->receive_tokens, source->index);
       run->k = from_base(keys.k, pass->receive.data);
       run->v = from_base(keys.v, pass->receive.data);
     }
@@ -325,9 +331,11 @@ static void list_terms(const struct swathe_layer *layer, struct sw_term *terms)
   const struct sw_sum_source *sources = sums->sources.items;
 
   for (int64_t i = 0; i < sums->sources.count; i++) {
-    void *base = sources[i].place == SW_HOME ? pass->receive_sums.data : pass->spill_sums.data;
     const struct sw_key_views views =
-        sw_exchange_packed(layer, base, sizeof(float), sources[i].index);
+        sources[i].place == SW_HOME
+            ? sw_exchange_wire(layer, pass->receive_sums.data, sizeof(float),
+                               layer->plan->send_tokens, sources[i].index)
+            : sw_exchange_packed(layer, pass->spill_sums.data, sizeof(float), sources[i].index);
     terms[i] = (struct sw_term){ .dk = views.k, .dv = views.v };
   }
 }
@@ -342,8 +350,8 @@ static void list_copies(const struct swathe_layer *layer, struct sw_segment *seg
   for (int64_t i = 0; i < plan->send_count; i++)
     for (int64_t at = 0; at < plan->sends[i].tokens; at += COPY_ROWS) {
       const int64_t left = plan->sends[i].tokens - at;
-      const struct sw_key_views to =
-          sw_exchange_packed(layer, pass->send.data, elem, plan->sends[i].slot + at);
+      const struct sw_key_views to = sw_exchange_wire(layer, pass->send.data, elem,
+                                                      plan->send_tokens, plan->sends[i].slot + at);
       *segments++ = (struct sw_segment){ .row = plan->sends[i].row + at,
                                          .tokens = left < COPY_ROWS ? left : COPY_ROWS,
                                          .k = from_base(to.k, pass->send.data),
@@ -656,24 +664,24 @@ static enum swathe_status launch_gather(struct call *call, int64_t begin, int64_
 
 // One phase of the exchange: what leaves from `out`, what comes into `in`; device memory.
 struct phase {
-  void *out, *in;
-  const struct sw_halo_message *sends, *receives;
-  int64_t send_count, receive_count, send_tokens, receive_tokens;
-  size_t elem_bytes;
+  struct sw_exchange_side send, receive;
+  int32_t chunks;                     // that travel one after the other
 };
 
 static struct phase phase_of_keys(const struct call *call)
 {
-  const struct sw_halo_plan *plan = call->layer->plan;
-  return (struct phase){ call->pass->send.data,
-                         call->args.halo,
-                         plan->send_messages,
-                         plan->receive_messages,
-                         plan->send_message_count,
-                         plan->receive_message_count,
-                         plan->send_tokens,
-                         plan->receive_tokens,
-                         sw_problem_elem_bytes(&call->layer->problem) };
+  const struct swathe_layer *layer = call->layer;
+  const struct sw_halo_plan *plan = layer->plan;
+  const size_t elem = sw_problem_elem_bytes(&layer->problem);
+  const bool parts = call->direction == SWATHE_FORWARD && layer->knobs.overlap == 2 &&
+                     !stages(layer);
+  return (struct phase){
+    .send = { call->pass->send.data, plan->send_messages, plan->send_message_count,
+              plan->send_tokens, elem, .send = true },
+    .receive = { call->args.halo, plan->receive_messages, plan->receive_message_count,
+                 plan->receive_tokens, elem, .send = false },
+    .chunks = parts ? layer->knobs.chunks : 1,
+  };
 }
 
 // The keys' way back.
@@ -681,46 +689,21 @@ static struct phase phase_of_sums(const struct call *call)
 {
   const struct sw_halo_plan *plan = call->layer->plan;
   const struct sw_pass_cuda *pass = call->pass;
-  return (struct phase){ pass->send_sums.data,
-                         sw_exchange_narrows(call->layer) ? pass->receive_narrow.data
-                                                          : pass->receive_sums.data,
-                         plan->receive_messages,
-                         plan->send_messages,
-                         plan->receive_message_count,
-                         plan->send_message_count,
-                         plan->receive_tokens,
-                         plan->send_tokens,
-                         wire_sum_bytes(call->layer) };
+  const size_t bytes = wire_sum_bytes(call->layer);
+  void *in = sw_exchange_narrows(call->layer) ? pass->receive_narrow.data
+                                              : pass->receive_sums.data;
+  return (struct phase){
+    .send = { pass->send_sums.data, plan->receive_messages, plan->receive_message_count,
+              plan->receive_tokens, bytes, .send = true },
+    .receive = { in, plan->send_messages, plan->send_message_count, plan->send_tokens, bytes,
+                 .send = false },
+    .chunks = 1,
+  };
 }
 
 static bool is_empty(const struct call *call, const struct phase *phase)
 {
-  return call->layer->muted || (!phase->send_count && !phase->receive_count);
-}
-
-// The phase's messages, with their data in `out` and `in`.
-static int32_t list_messages(const struct call *call, const struct phase *phase, void *out,
-                             void *in)
-{
-  struct swathe_layer *layer = call->layer;
-  struct sw_transport_message *messages = layer->messages.items;
-  int32_t count = 0;
-
-  for (int64_t i = 0; i < phase->receive_count + phase->send_count; i++) {
-    const bool send = i >= phase->receive_count;
-    const struct sw_halo_message *message =
-        send ? &phase->sends[i - phase->receive_count] : &phase->receives[i];
-    const size_t bytes = keys_bytes(layer, message->tokens, phase->elem_bytes);
-    messages[count++] = (struct sw_transport_message){
-      .data = device_address(send ? out : in, keys_bytes(layer, message->slot, phase->elem_bytes)),
-      .bytes = bytes,
-      .peer = message->peer,
-      .send = send,
-    };
-    if (send) layer->timing.sent_bytes += (int64_t)bytes;
-    else layer->timing.received_bytes += (int64_t)bytes;
-  }
-  return count;
+  return call->layer->muted || (!phase->send.count && !phase->receive.count);
 }
 
 // The layer's own stream takes over from the caller's.
@@ -748,20 +731,33 @@ static enum swathe_status pack_keys(struct call *call)
                 &args, pass->wire);
 }
 
+// Messages of device memory, chunk after chunk.
+static enum swathe_status enqueue_phase(struct call *call, const struct phase *phase)
+{
+  struct sw_pass_cuda *pass = call->pass;
+  struct swathe_layer *layer = call->layer;
+  struct swathe_transport *transport = layer->transport;
+  enum swathe_status status = SWATHE_OK;
+
+  for (int32_t c = 0; c < phase->chunks && !status; c++) {
+    sw_exchange_list(layer, &phase->receive, &phase->send, phase->chunks > 1 ? c : -1);
+    status = transport->operations->enqueue(transport, layer->messages.items,
+                                            (int32_t)layer->messages.count, pass->wire);
+    if (!status && phase->chunks > 1)
+      status = sw_device_cuda_record(pass->device, pass->came[c], pass->wire);
+  }
+  return status;
+}
+
 // Queues what the device does for the phase before the interior runs.
 static enum swathe_status begin_phase(struct call *call, const struct phase *phase)
 {
   struct sw_pass_cuda *pass = call->pass;
-  struct swathe_transport *transport = call->layer->transport;
   enum swathe_status status;
 
-  if (!stages(call->layer)) {
-    const int32_t count = list_messages(call, phase, phase->out, phase->in);
-    return transport->operations->enqueue(transport, call->layer->messages.items, count,
-                                          pass->wire);
-  }
-  status = sw_device_cuda_read(pass->device, pass->host_out.data, phase->out,
-                               keys_bytes(call->layer, phase->send_tokens, phase->elem_bytes),
+  if (!stages(call->layer)) return enqueue_phase(call, phase);
+  status = sw_device_cuda_read(pass->device, pass->host_out.data, phase->send.data,
+                               keys_bytes(call->layer, phase->send.tokens, phase->send.elem_bytes),
                                pass->wire);
   return status ? status : sw_device_cuda_record(pass->device, pass->packed, pass->wire);
 }
@@ -770,20 +766,24 @@ static enum swathe_status begin_phase(struct call *call, const struct phase *pha
 static enum swathe_status end_phase(struct call *call, const struct phase *phase)
 {
   struct sw_pass_cuda *pass = call->pass;
-  struct swathe_transport *transport = call->layer->transport;
+  struct swathe_layer *layer = call->layer;
+  struct swathe_transport *transport = layer->transport;
+  struct sw_exchange_side receive = phase->receive, send = phase->send;
 
-  if (!stages(call->layer)) return SWATHE_OK;
+  if (!stages(layer)) return SWATHE_OK;
   enum swathe_status status = sw_device_cuda_wait_event(pass->device, pass->packed);
   if (status) return status;
-  const int32_t count = list_messages(call, phase, pass->host_out.data, pass->host_in.data);
-  status = transport->operations->post(transport, call->layer->messages.items, count);
+  receive.data = pass->host_in.data;
+  send.data = pass->host_out.data;
+  sw_exchange_list(layer, &receive, &send, -1);
+  status = transport->operations->post(transport, layer->messages.items,
+                                       (int32_t)layer->messages.count);
   const double begin = sw_layer_now_us();
   if (!status) status = transport->operations->wait(transport);
-  call->layer->timing.wait_us += sw_layer_now_us() - begin;
+  layer->timing.wait_us += sw_layer_now_us() - begin;
   if (status) return status;
-  return sw_device_cuda_write(pass->device, phase->in, pass->host_in.data,
-                              keys_bytes(call->layer, phase->receive_tokens, phase->elem_bytes),
-                              pass->wire);
+  return sw_device_cuda_write(pass->device, phase->receive.data, pass->host_in.data,
+                              keys_bytes(layer, receive.tokens, receive.elem_bytes), pass->wire);
 }
 
 // The caller's stream goes on when the wire's has come this far.
@@ -816,30 +816,75 @@ static enum swathe_status fill_forward_gaps(struct call *call)
                               minus_infinity);
 }
 
-// The halo's keys come while the units [begin, end), which need none, run.
-static enum swathe_status exchange_keys(struct call *call, int64_t begin, int64_t end)
+// The units [begin, end), which need no keys of others.
+static enum swathe_status launch_interior(struct call *call, int64_t begin, int64_t end)
 {
-  const struct phase phase = phase_of_keys(call);
-  const bool empty = is_empty(call, &phase);
+  enum swathe_status status;
+
+  if (call->direction == SWATHE_FORWARD) return launch_units(call, SW_CUDA_FORWARD, begin, end);
+  status = launch_units(call, SW_CUDA_DQ, begin, end);
+  return status ? status : launch_units(call, SW_CUDA_DKV, begin, end);
+}
+
+// The halo's keys come while the units [begin, end) run, or before where nothing is to overlap.  In
+// chunks, whoever needs them awaits `came`.
+static enum swathe_status exchange_keys(struct call *call, const struct phase *phase, int64_t begin,
+                                        int64_t end)
+{
+  const bool empty = is_empty(call, phase), overlaps = call->layer->knobs.overlap > 0;
   enum swathe_status status = SWATHE_OK;
 
   if (!empty) status = fork_stream(call);
   if (!status && !empty) status = pack_keys(call);
-  if (!status && !empty) status = begin_phase(call, &phase);
-  if (!status && call->direction == SWATHE_FORWARD)
-    status = launch_units(call, SW_CUDA_FORWARD, begin, end);
-  if (!status && call->direction == SWATHE_BACKWARD)
-    status = launch_units(call, SW_CUDA_DQ, begin, end);
-  if (!status && call->direction == SWATHE_BACKWARD)
-    status = launch_units(call, SW_CUDA_DKV, begin, end);
-  if (!status && !empty) status = end_phase(call, &phase);
-  if (!status && !empty) status = join_stream(call);
+  if (!status && !empty) status = begin_phase(call, phase);
+  if (!status && overlaps) status = launch_interior(call, begin, end);
+  if (!status && !empty) status = end_phase(call, phase);
+  if (!status && !empty && phase->chunks == 1) status = join_stream(call);
+  if (!status && !overlaps) status = launch_interior(call, begin, end);
+  return status;
+}
+
+// After which chunk each of the edge units can begin, as int64_t in layer->waiting.
+static const int64_t *find_chunks(struct swathe_layer *layer, const struct sw_work *work)
+{
+  int64_t *chunks = layer->waiting.items;
+
+  for (int64_t u = 0; u < work->edge_units; u++) {
+    chunks[u] = 0;
+    for (int64_t r = work->units[u].run_begin; r < work->units[u].run_end; r++) {
+      if (work->sources[r].place != SW_WIRE) continue;
+      const int32_t last =
+          sw_exchange_last_chunk(layer, work->sources[r].index, work->runs[r].tokens);
+      if (last > chunks[u]) chunks[u] = last;
+    }
+  }
+  return chunks;
+}
+
+// Forward's edge units, each as soon as the chunks with its keys have come.
+static enum swathe_status launch_edge(struct call *call, const struct phase *phase)
+{
+  struct sw_pass_cuda *pass = call->pass;
+  const struct sw_work *work = &call->layer->work[SWATHE_FORWARD];
+  enum swathe_status status = SWATHE_OK;
+
+  if (phase->chunks == 1 || is_empty(call, phase))
+    return launch_units(call, SW_CUDA_FORWARD, 0, work->edge_units);
+  const int64_t *chunks = find_chunks(call->layer, work);
+  for (int32_t c = 0; c < phase->chunks && !status; c++) {
+    status = sw_device_cuda_await(pass->device, call->stream, pass->came[c]);
+    for (int64_t begin = 0, end; begin < work->edge_units && !status; begin = end) {
+      for (end = begin + 1; end < work->edge_units && chunks[end] == chunks[begin]; end++) continue;
+      if (chunks[begin] == c) status = launch_units(call, SW_CUDA_FORWARD, begin, end);
+    }
+  }
   return status;
 }
 
 static enum swathe_status queue_forward(struct call *call)
 {
   const struct sw_work *work = &call->layer->work[SWATHE_FORWARD];
+  const struct phase phase = phase_of_keys(call);
   float *max_logits = call->tensors->max_logits;
   enum swathe_status status = fill_forward_gaps(call);
 
@@ -849,8 +894,8 @@ static enum swathe_status queue_forward(struct call *call)
                                  (size_t)(work->unit_count * call->layer->batch) *
                                      (size_t)call->layer->problem.q_heads,
                                  call->stream);
-  if (!status) status = exchange_keys(call, work->edge_units, work->unit_count);
-  if (!status) status = launch_units(call, SW_CUDA_FORWARD, 0, work->edge_units);
+  if (!status) status = exchange_keys(call, &phase, work->edge_units, work->unit_count);
+  if (!status) status = launch_edge(call, &phase);
   if (!status && max_logits) status = launch_combine(call, max_logits, true);
   return status;
 }
@@ -872,8 +917,9 @@ static enum swathe_status fill_backward_gaps(struct call *call)
 static enum swathe_status gather_wire(struct call *call)
 {
   const struct swathe_layer *layer = call->layer;
-  const struct sw_key_views to = sw_exchange_packed(layer, call->pass->send_sums.data,
-                                                    wire_sum_bytes(layer), 0);
+  const struct sw_key_views to =
+      sw_exchange_wire(layer, call->pass->send_sums.data, wire_sum_bytes(layer),
+                       layer->plan->receive_tokens, 0);
   return launch_gather(call, 0, layer->work[SWATHE_BACKWARD].sums.wire_pieces,
                        sw_exchange_narrows(layer) ? SW_SUMS_BF16 : SW_SUMS_FLOAT, to.k, to.v);
 }
@@ -909,17 +955,17 @@ static enum swathe_status widen_sums(struct call *call)
 static enum swathe_status exchange_sums(struct call *call, int64_t begin, int64_t end)
 {
   const struct phase phase = phase_of_sums(call);
-  const bool empty = is_empty(call, &phase);
+  const bool empty = is_empty(call, &phase), overlaps = call->layer->knobs.overlap > 0;
   enum swathe_status status = SWATHE_OK;
 
   if (!empty) status = gather_wire(call);
   if (!status && !empty) status = fork_stream(call);
   if (!status && !empty) status = begin_phase(call, &phase);
-  if (!status) status = launch_units(call, SW_CUDA_DQ, begin, end);
-  if (!status) status = launch_units(call, SW_CUDA_DKV, begin, end);
+  if (!status && overlaps) status = launch_interior(call, begin, end);
   if (!status && !empty) status = end_phase(call, &phase);
   if (!status && !empty) status = widen_sums(call);
   if (!status && !empty) status = join_stream(call);
+  if (!status && !overlaps) status = launch_interior(call, begin, end);
   return status;
 }
 
@@ -934,7 +980,8 @@ static enum swathe_status queue_backward(struct call *call)
   if (!status) status = launch_units(call, SW_CUDA_DELTA, 0, work->unit_count);
   if (!status && !call->tensors->halo) {
     const int64_t half = interior + (work->unit_count - interior) / 2;
-    status = exchange_keys(call, interior, half);
+    const struct phase phase = phase_of_keys(call);
+    status = exchange_keys(call, &phase, interior, half);
     interior = half;
   }
   if (!status) status = launch_units(call, SW_CUDA_DQ, 0, work->edge_units);

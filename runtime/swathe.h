@@ -283,6 +283,7 @@ SWATHE_API enum swathe_status swathe_custom_create(const struct swathe_custom *c
 //   abort         of a borrowed communicator: is called in the place of ncclCommAbort, once, from
 //                 any thread, to end what the communicator has on streams; may not call swathe.
 //                 NULL: ncclCommAbort is called, which frees it: nobody else may use it then.
+// Graphs that captured a layer's calls are not launched any more when its transport is destroyed.
 // NCCL is opened at run time: $SWATHE_LIBNCCL, else libnccl.so.2.
 enum { SWATHE_NCCL_ID_BYTES = 128 };
 struct swathe_nccl {

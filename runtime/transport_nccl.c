@@ -426,15 +426,16 @@ static enum swathe_status queue_group(struct nccl *nccl,
     status = check_cuda(
         nccl, driver->put_word(stream, address_of(&nccl->progress->begun), slot, 0),
         "to note where the stream is");
-  if (!status) status = call_group(nccl, messages, count, stream);
-  if (!status)
-    status = check_cuda(
-        nccl, driver->put_words(stream, address_of(nccl->progress), UINT64_MAX, 0),
-        "to note where the stream is");
-  if (status || capturing) return status;
-  nccl->was_queued = true;
-  nccl->last_stream = stream;
-  return check_cuda(nccl, driver->event_record(nccl->queued, stream), "to order its groups");
+  if (status) return status;
+  // the stream comes to its end after a failure, too, and writes into memory until then
+  status = call_group(nccl, messages, count, stream);
+  int result = driver->put_words(stream, address_of(nccl->progress), UINT64_MAX, 0);
+  if (!result && !capturing) result = driver->event_record(nccl->queued, stream);
+  if (!capturing) {
+    nccl->was_queued = true;
+    nccl->last_stream = stream;
+  }
+  return status ? status : check_cuda(nccl, result, "to note where the stream is");
 }
 
 // Calls that need the context current stand between the two.
@@ -745,15 +746,23 @@ static void free_all(struct nccl *nccl)
   free(nccl);
 }
 
+// What is under way still reads and writes.  The watch ends it after the deadline; where a lender
+// does not end its communicator the memory stays behind.
 static void destroy(struct swathe_transport *transport)
 {
   struct nccl *nccl = nccl_of(transport);
-  bool done;
+  const double until_s = now_s() + 2 * nccl->deadline_s + most_nap_s;
+  int result = 0;
 
-  // what is under way still reads and writes; the watch is there until it is done
-  if (nccl->was_queued && !enter(nccl)) {
-    while (nccl->comm && !advance(nccl, &done) && !done) nap();
+  if (!enter(nccl)) {
+    while (nccl->was_queued && now_s() < until_s &&
+           (result = nccl->library->driver.event_query(nccl->queued)) == NOT_READY)
+      nap();
     leave(nccl);
+  }
+  if (result == NOT_READY) {
+    nccl->progress = NULL;
+    nccl->staging = 0;
   }
   free_all(nccl);
 }

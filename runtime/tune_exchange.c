@@ -467,7 +467,8 @@ enum swathe_status swathe_tune_exchange(struct swathe_context *context,
     status = sw_fail(SWATHE_BAD_USE, "an exchange is tuned by two ranks or more");
   if (!status) status = sw_context_aim(context, problem, NULL, &tuning->aim);
   if (!status && tuning->aim.cuda)
-    status = sw_fail(SWATHE_UNSUPPORTED, "the exchange of the cuda target has no knobs to tune");
+    status = sw_fail(SWATHE_UNSUPPORTED, "the exchange of the cuda target is not tuned: its waits "
+                                         "are on streams, which are not measured");
   if (!status) status = make_layer(tuning);
   if (!status) {
     tuning->orders = calloc((size_t)transport->ranks, sizeof *tuning->orders);

@@ -19,6 +19,7 @@
 #include "cuda_driver.h"
 #include "exchange.h"
 #include "group.h"
+#include "layer.h"
 #include "scratch.h"
 #include "transport.h"
 
@@ -450,6 +451,67 @@ static void layers_are_right_and_bit_equal(void **state)
   }
 }
 
+#define QUIETLY ",order=0,poll=1,progress=0"
+
+// Tiles of 16 tokens of two heads each, so that a halo has the keys of several.
+static const char small_tiles[] =
+    "pack=2,warps=2,warp_rows=16,block_k=16,stages=2,strip=1,q_in_regs=0,min_blocks=1";
+
+// However keys travel, over NCCL or host memory: the same bits.
+static void every_exchange_gives_the_same_bits(void **state)
+{
+  static const struct {
+    const char *config;
+    bool nccl;
+  } ways[] = {
+    { "overlap=1,chunks=1,together=1" QUIETLY, true },
+    { "overlap=0,chunks=1,together=0" QUIETLY, true },
+    { "overlap=2,chunks=4,together=1" QUIETLY, true },
+    { "overlap=2,chunks=8,together=0" QUIETLY, true },
+    { "overlap=1,chunks=2,together=0" QUIETLY, true },
+    { "overlap=2,chunks=4,together=0" QUIETLY, false },
+    { "overlap=0,chunks=1,together=1" QUIETLY, false },
+  };
+  static const char *const windows[] = { "window_left=150", "window_left=20,window_right=130" };
+  char words[WORDS] = "";
+  (void)state;
+
+  need_kernels();
+  for (int w = 0; w < 2; w++) {
+    struct swathe_problem problem = problem_of(
+        "q_heads=4,kv_heads=2,head_dim_qk=32,head_dim_v=48,ranks=3,layout=zigzag,sinks=1");
+    expect_ok(swathe_problem_parse(windows[w], &problem));
+    const struct swathe_sharding sharding = {
+      .layout = SWATHE_ZIGZAG, .ranks = 3, .batch = 1 + w, .tokens = 500
+    };
+    struct sequence *sequence = sequence_make(&problem, &sharding, 5, 1);
+    float *first[SEQUENCE_ARRAYS] = { NULL };
+    sequence_solve_rounded(sequence);
+    for (size_t i = 0; i < sizeof ways / sizeof *ways; i++) {
+      const struct group_case group = { .context = context,
+                                        .problem = &problem,
+                                        .sharding = &sharding,
+                                        .configs = (const char *const[]){ small_tiles, NULL },
+                                        .exchange = ways[i].config,
+                                        .script = "fb",
+                                        .keep_halo = i % 2,
+                                        .deadline_s = 60,
+                                        .nccl = ways[i].nccl };
+      if (group_run(&group, sequence, NULL, words, sizeof words) ||
+          !sequence_compare(sequence, true, tolerance, words, sizeof words))
+        fail_msg("%s\n  %s, %s", words, ways[i].config, windows[w]);
+      for (enum sequence_array a = SEQUENCE_OUT; a < SEQUENCE_ARRAYS; a++) {
+        const size_t bytes = array_bytes(sequence, a);
+        if (!i) memcpy(first[a] = malloc(bytes), sequence->got[a], bytes);
+        else if (memcmp(first[a], sequence->got[a], bytes))
+          fail_msg("%s is not bit-equal: %s", sequence_array_name(a), ways[i].config);
+      }
+    }
+    for (int a = 0; a < SEQUENCE_ARRAYS; a++) free(first[a]);
+    sequence_free(sequence);
+  }
+}
+
 // ---- Two ranks, called by one thread ------------------------------------------------------------
 
 enum { TOKENS = 512, SHARE = TOKENS / 2, WINDOW = 64 };
@@ -470,6 +532,7 @@ struct table {
 };
 
 static struct table table;
+static const char *table_configs[SW_CONFIGS];  // NULL: the layer's choice
 
 static struct swathe_tensor *tensor_of(struct swathe_tensors *tensors, int array)
 {
@@ -522,7 +585,8 @@ static void *sit_down(void *arg)
   rank->status = connect(rank);
   if (!rank->status && cuda.stream_create(&seat->stream, 1)) rank->status = SWATHE_DEVICE;
   if (!rank->status)
-    rank->status = swathe_layer_create(context, &table.problem, rank->transport, &seat->layer);
+    rank->status = sw_layer_create(context, &table.problem, rank->transport, table_configs, 3,
+                                   &seat->layer);
   if (!rank->status) rank->status = swathe_layer_shard(seat->layer, &table.sharding);
   if (!rank->status) rank->status = place(seat);
   if (!rank->status) rank->status = swathe_layer_forward(seat->layer, &seat->tensors, seat->stream);
@@ -540,7 +604,7 @@ static void lay_table(double deadline_s)
   pthread_t threads[2];
   char id[SWATHE_NCCL_ID_BYTES];
   table = (struct table){
-    .problem = problem_of("q_heads=2,kv_heads=1,head_dim_qk=32,head_dim_v=32,window_left=63"),
+    .problem = problem_of("q_heads=4,kv_heads=2,head_dim_qk=32,head_dim_v=32,window_left=63"),
     .sharding = { .ranks = 2, .batch = 1, .tokens = TOKENS },
   };
   table.problem.ranks = 2;
@@ -727,7 +791,7 @@ static void a_rank_that_does_not_come_is_named(void **state)
   assert_int_equal(swathe_transport_wait(seat->rank.transport), SWATHE_TIMEOUT);
   snprintf(words, sizeof words, "%s", swathe_error());
   expect_words(words, "rank 1 waited 0.5 s on the device for exchange");
-  expect_words(words, "8064 bytes from rank 0");   // 63 keys of 64 elements of 2 bytes
+  expect_words(words, "16128 bytes from rank 0");   // 63 keys of 2 * 64 elements of 2 bytes
   expect_ok(swathe_stream_synchronize(context, SWATHE_CUDA, seat->stream));
   for (int i = 0; i < 2; i++) {
     assert_int_equal(swathe_layer_forward(seat->layer, &seat->tensors, seat->stream),
@@ -735,6 +799,39 @@ static void a_rank_that_does_not_come_is_named(void **state)
     expect_words(swathe_error(), words);
   }
   clear_table();
+}
+
+// Of two chunks the second does not come: what needs only the first runs all the same.
+static void chunks_are_used_as_they_come(void **state)
+{
+  char silent[32];
+  (void)state;
+  need_kernels();
+  table_configs[SWATHE_FORWARD] = small_tiles;
+  table_configs[SW_EXCHANGE] = "overlap=2,chunks=2,together=1" QUIETLY;
+  lay_table(3);
+  // where the ranks are by now: a call that rank 0 does not make tells
+  struct seat *seat = turn_to(1);
+  expect_ok(swathe_layer_forward(seat->layer, &seat->tensors, seat->stream));
+  assert_int_equal(swathe_transport_wait(seat->rank.transport), SWATHE_TIMEOUT);
+  const char *at = strstr(swathe_error(), "exchange ");
+  assert_non_null(at);
+  snprintf(silent, sizeof silent, "0:%d", atoi(at + 9) + 1);
+  clear_table();
+
+  setenv("EMULATOR_NCCL_SILENT", silent, 1);
+  lay_table(3);
+  spoil();
+  for (int32_t r = 0; r < 2; r++)
+    expect_ok(swathe_layer_forward(turn_to(r)->layer, &table.seats[r].tensors,
+                                   table.seats[r].stream));
+  expect_written_soon(seat, SEQUENCE_OUT, 62);
+  expect_written_soon(seat, SEQUENCE_OUT, 48);
+  assert_false(is_written(seat, SEQUENCE_OUT, 0));
+  assert_int_equal(swathe_transport_wait(seat->rank.transport), SWATHE_TIMEOUT);
+  clear_table();
+  unsetenv("EMULATOR_NCCL_SILENT");
+  table_configs[SWATHE_FORWARD] = table_configs[SW_EXCHANGE] = NULL;
 }
 
 static void doctor_knows_nccl(void **state)
@@ -757,9 +854,11 @@ int main(void)
     cmocka_unit_test(a_borrowed_communicator_stays),
     cmocka_unit_test(its_lender_aborts_it),
     cmocka_unit_test(layers_are_right_and_bit_equal),
+    cmocka_unit_test(every_exchange_gives_the_same_bits),
     cmocka_unit_test(the_interior_runs_while_messages_are_awaited),
     cmocka_unit_test(graphs_replay_and_their_deadline_holds),
     cmocka_unit_test(a_rank_that_does_not_come_is_named),
+    cmocka_unit_test(chunks_are_used_as_they_come),
     cmocka_unit_test(doctor_knows_nccl),
   };
   return cmocka_run_group_tests(tests, set_up, tear_down);
