@@ -10,6 +10,7 @@ then a line "---- json" and the same as one JSON document.
 
 import concurrent.futures
 import datetime
+import fnmatch
 import json
 import os
 import re
@@ -26,11 +27,11 @@ SOURCES = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
 # Programs, their arguments and which of their tests run: on a device, and emulated (None: left to
 # ctest, which runs all of them on the emulated driver).
 TESTS = (
-    ("test_kernels_cuda", (), "", "keys_are_packed"),
-    ("test_layer_cuda", (), "", "the_callers_stream_is_used"),
-    ("test_cases", ("cuda",), "", "b06_*"),
+    ("test_kernels_cuda", (), "*", "keys_are_packed"),
+    ("test_layer_cuda", (), "*", "the_callers_stream_is_used"),
+    ("test_cases", ("cuda",), "*", "b06_*"),
     ("test_property", (), "*_on_cuda", None),
-    ("test_nvrtc", (), "", None),
+    ("test_nvrtc", (), "*", None),
 )
 PROGRAMS = ["test_conformance", "gpu_overlap"] + [test[0] for test in TESTS]
 
@@ -211,53 +212,72 @@ class Check:
         return {"TEST_SOURCE_DIR": SOURCES, "TEST_COMMAND": self.command, "TEST_LIBCUDA": driver,
                 "TEST_CACHE_DIR": self.cache, "TEST_FILTER": pattern}
 
-    def run_program(self, program, arguments, pattern, limit_s, found):
-        """A cmocka program; how many of its tests passed, and the words of those that did not."""
-        path = os.path.join(self.tree, "tests", program)
-        if not os.path.exists(path):
-            raise Failed(f"{path} is not there")
-        status, out, err = run([path, *arguments], limit_s, **self.test_environment(pattern))
+    def run_one(self, program, arguments, name, until):
+        """One test of a cmocka program, or those that a pattern names."""
+        status, out, err = run([os.path.join(self.tree, "tests", program), *arguments],
+                               until - time.monotonic(), **self.test_environment(name))
         text = out + err
         passed = len(re.findall(r"^\[ +OK \] ", text, re.M))
         skipped = sorted(set(re.findall(r"^\[ +SKIPPED +\] ([a-z]\w+)$", text, re.M)))
-        failed = sorted(set(re.findall(r"^\[ +FAILED +\] (\w+)$", text, re.M)))
-        found[program] = {"passed": passed, "skipped": skipped, "failed": failed,
-                          "timed_out": status is None, "status": status}
-        self.say(f"{program}{' ' + pattern if pattern else ''}: {passed} passed"
-                 + (f", skipped: {' '.join(skipped)}" if skipped else "")
-                 + (f", failed: {' '.join(failed)}" if failed else "")
-                 + (f", killed after {limit_s:.0f} s" if status is None else ""))
-        if status == 0 and passed:
-            return True
-        for line in end_of(text, 30):
-            self.say("    " + line)
-        return False
+        return {"name": name, "status": status, "passed": passed, "skipped": skipped,
+                "words": end_of(text, 30) if status != 0 else []}
+
+    def tell_program(self, program, results, found):
+        """What came of its tests; True if some passed and none failed."""
+        passed = sum(result["passed"] for result in results)
+        skipped = sorted({name for result in results for name in result["skipped"]})
+        wrong = [result for result in results if result["status"] != 0]
+        found[program] = {"passed": passed, "skipped": skipped, "failed": wrong}
+        self.say(f"{program}: {passed} passed" + (f", skipped: {' '.join(skipped)}" if skipped
+                                                  else ""))
+        for result in wrong:
+            self.say(f"    {result['name']}: " + ("killed at the limit" if result["status"] is None
+                                                  else f"FAILED ({result['status']})"))
+            for line in result["words"]:
+                self.say("        " + line)
+        return bool(passed) and not wrong
+
+    @staticmethod
+    def names(program, pattern):
+        """The program's tests that match; of a group that is not run none will be."""
+        with open(os.path.join(SOURCES, "tests", program + ".c"), encoding="utf-8") as file:
+            names = re.findall(r"cmocka_unit_test\w*\((\w+)", file.read())
+        return fnmatch.filter(dict.fromkeys(names), pattern) or [pattern]
 
     def conform(self, limit_s, found):
-        if not self.run_program("test_conformance", (), "", limit_s, found):
+        result = self.run_one("test_conformance", (), "*", time.monotonic() + limit_s)
+        if not self.tell_program("test_conformance", [result], found):
             raise Failed("primitives differ from the emulator's results")
 
+    def check_layer(self, options, until):
+        status, out, err = run([self.command, "run", "--target", "cuda", "--check", "--json",
+                                *options.split()], until - time.monotonic())
+        return {"options": options, "status": status,
+                "words": end_of(err or out) if status != 0 else []}
+
     def test(self, limit_s, found):
-        """All test programs; then whole layers."""
-        until = time.monotonic() + limit_s
-        chosen = [(program, arguments, few if self.emulated else pattern)
-                  for program, arguments, pattern, few in TESTS
-                  if few is not None or not self.emulated]
-        with concurrent.futures.ThreadPoolExecutor(1 if self.emulated else len(chosen)) as pool:
-            right = list(pool.map(lambda one: self.run_program(
-                *one, until - time.monotonic() - (0 if self.emulated else 25), found), chosen))
-        wrong = [one[0] for one, fine in zip(chosen, right) if not fine]
-        found["layers"] = []
-        for options in CHECKED_EMULATED if self.emulated else CHECKED:
-            status, out, err = run([self.command, "run", "--target", "cuda", "--check", "--json",
-                                    *options.split()], until - time.monotonic())
-            found["layers"].append({"options": options, "status": status})
-            self.say(f"run {options}: " + ("equals the reference" if status == 0 else
-                                           "killed at the limit" if status is None else "FAILED"))
+        """Test programs, on a device each test a process beside the others; and whole layers."""
+        until, wrong = time.monotonic() + limit_s, []
+        chosen = {program: [few] if self.emulated else self.names(program, pattern)
+                  for program, _, pattern, few in TESTS if few is not None or not self.emulated}
+        layers = CHECKED_EMULATED if self.emulated else CHECKED
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            running = {program: [pool.submit(self.run_one, program, arguments, name, until)
+                                 for name in chosen[program]]
+                       for program, arguments, _, _ in TESTS if program in chosen}
+            checked = [pool.submit(self.check_layer, options, until) for options in layers]
+        for program, results in running.items():
+            if not self.tell_program(program, [one.result() for one in results], found):
+                wrong.append(program)
+        found["layers"] = [one.result() for one in checked]
+        for layer in found["layers"]:
+            status = layer["status"]
+            self.say(f"run {layer['options']}: " + ("equals the reference" if status == 0 else
+                     "killed at the limit" if status is None else f"FAILED ({status})"))
+            for line in layer["words"]:
+                self.say("    " + line)
             if status != 0:
-                wrong.append("run " + options)
-                for line in end_of(err or out):
-                    self.say("    " + line)
+                wrong.append("run " + layer["options"])
         if not self.emulated:
             self.say("test_device_cuda, test_emulator: of the emulated driver alone")
         if wrong:
@@ -412,7 +432,7 @@ class Check:
             self.problems = ({"tiny": TINY} if self.emulated
                              else {model: self.problem(model) for model in MODELS})
             self.step("primitives against the emulator's results", 40, self.conform)
-            self.step("correctness tests", 110, self.test)
+            self.step("correctness tests", 140, self.test)
             self.step("compute-sanitizer", 50, self.sanitize)
             self.step("tuning", 3 * TUNE_S + 12, self.tune)
             self.step("beside PyTorch on the same tensors", 110, self.compare)
