@@ -241,8 +241,9 @@ class Check:
     def names(program, pattern):
         """The program's tests that match; of a group that is not run none will be."""
         with open(os.path.join(SOURCES, "tests", program + ".c"), encoding="utf-8") as file:
-            names = re.findall(r"cmocka_unit_test\w*\((\w+)", file.read())
-        return fnmatch.filter(dict.fromkeys(names), pattern) or [pattern]
+            lines = [line for line in file if not line.startswith("#")]
+        names = re.findall(r"\b(?:cmocka_unit_test\w*|TEST)\((\w+)", "".join(lines))
+        return fnmatch.filter(dict.fromkeys(names), pattern)
 
     def conform(self, limit_s, found):
         result = self.run_one("test_conformance", (), "*", time.monotonic() + limit_s)
