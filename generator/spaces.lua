@@ -129,6 +129,9 @@ function forward_tile.cost(c, knobs)
          (1 + 1 / (knobs.warps * blocks))
 end
 
+-- `count` filled up to whole groups.
+local function up_to(count, group) return (count + group - 1) // group * group end
+
 -- A key and its value, or a query row and its dout, in shared memory.
 local function pair_bytes(c) return 16 * (pitch(c.head_dim_qk) + pitch(c.head_dim_v)) end
 
@@ -266,6 +269,13 @@ return {
         { "block_bytes", function(c)
             return 4 * c.block_k * (c.head_dim_qk + c.head_dim_v) // c.step
           end, "a packed block of keys and values, about" },
+        { "counted_permille", function(c)
+            local keys = window_keys(c) + c.tile_tokens - 1
+            local made = up_to(keys, c.rows_k) * up_to(c.head_dim_qk, c.step) +
+                         keys * up_to(c.head_dim_v, c.rows_d)
+            local seen = c.tile_tokens * c.pack * window_keys(c)
+            return 1000 * c.rows * made // (seen * (c.head_dim_qk + c.head_dim_v))
+          end, "products made over those of visible pairs, amid a long document" },
       },
       require = {
         { "pack divides the GQA ratio", function(c) return c.gqa % c.pack == 0 end },
@@ -375,6 +385,14 @@ return {
             local packed = c.step == 1 and keys + values or (2 * keys + values) // 2
             return 4 * c.block_k * (packed + keys + values)
           end, "a packed block of keys and values with the sums of their gradients" },
+        { "counted_permille", function(c)
+            local keys = up_to(window_keys(c) + c.panel_tokens - 1, math.max(c.rows_k, c.rows_j))
+            local made = up_to(c.head_dim_qk, c.step) + up_to(c.head_dim_v, c.step) +
+                         c.lanes * (2 * c.key_vectors + c.value_vectors)
+            local seen = c.panel_tokens * c.pack * window_keys(c)
+            return 1000 * c.lanes * c.vectors * keys * made //
+                   (seen * (3 * c.head_dim_qk + 2 * c.head_dim_v))
+          end, "products made over those of visible pairs, amid a long document" },
       },
       require = {
         { "pairs are for bf16 where the isa multiplies them", function(c)

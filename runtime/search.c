@@ -168,13 +168,13 @@ static void fit_effects(struct sw_search *search)
 
 // How promising an untried candidate is; smaller is better.  Each step away from the best makes
 // the sum of effects less sure; a higher bound leaves less to win.
-static double promise(const struct sw_search *search, int64_t candidate, double least_bound)
+static double promise(const struct sw_search *search, int64_t candidate)
 {
   static const double doubt = 0.03;
   const struct sw_search_knobs *knobs = search->knobs;
   const uint8_t *mine = &knobs->value[candidate * KNOBS],
                 *best = &knobs->value[search->best * KNOBS];
-  const double bound = search->candidates[candidate].bound_us;
+  const double bound = search->candidates[candidate].bound_us, least_bound = search->least_bound_us;
   double sum = bound > 0 && least_bound > 0 ? 0.5 * log(bound / least_bound) : 0;
   for (int k = 0; k < knobs->knobs; k++) {
     sum += knobs->effect[k][mine[k]];
@@ -421,7 +421,24 @@ static double reserve_s(const struct sw_search *search);
 // Nothing of this bound can beat the best.
 static bool hopeless(const struct sw_search *search, int64_t i)
 {
-  return search->candidates[i].bound_us >= search->pace_us * search->best_ratio;
+  return search->trust * search->candidates[i].bound_us >= search->pace_us * search->best_ratio;
+}
+
+// Bounds rest on peaks that were measured: whoever ran faster than its own shows by how much all of
+// them are too high.
+static void weigh_bounds(struct sw_search *search)
+{
+  search->least_bound_us = 0;
+  search->trust = 1;
+  for (int64_t i = 0; i < search->count; i++) {
+    const struct sw_search_candidate *candidate = &search->candidates[i];
+    const bool ok = candidate->verdict == SW_VERDICT_OK;
+    const double us = search->pace_us * candidate->ratio;
+    if (!(candidate->bound_us > 0) || (!ok && !untried(search, i))) continue;
+    if (ok && us > 0) search->trust = smaller(search->trust, us / candidate->bound_us);
+    if (!(search->least_bound_us > 0) || candidate->bound_us < search->least_bound_us)
+      search->least_bound_us = candidate->bound_us;
+  }
 }
 
 // The most promising untried candidates, best first; among equals in an order that is fixed but
@@ -429,19 +446,16 @@ static bool hopeless(const struct sw_search *search, int64_t i)
 static int32_t choose_heat(struct sw_search *search, int32_t most,
                            int64_t chosen[SW_SEARCH_MOST_HEAT])
 {
-  double promises[SW_SEARCH_MOST_HEAT], least_bound = 0;
+  double promises[SW_SEARCH_MOST_HEAT];
   int32_t count = 0;
 
   fit_effects(search);
-  for (int64_t i = 0; i < search->count; i++) {
-    const double bound = search->candidates[i].bound_us;
-    if (bound > 0 && (least_bound <= 0 || bound < least_bound)) least_bound = bound;
-  }
+  weigh_bounds(search);
   for (int64_t i = 0; i < search->count; i++) {
     if (!untried(search, i) || hopeless(search, i)) continue;
     // 2^64 / golden ratio spreads indices; far below any difference that means something
     const double spread = 1e-9 * (double)(((uint64_t)i * 0x9e3779b97f4a7c15u) >> 32) / 4294967296.0;
-    const double mine = promise(search, i, least_bound) + spread;
+    const double mine = promise(search, i) + spread;
     if (count == most && mine >= promises[most - 1]) continue;
     int32_t at = count < most ? count++ : most - 1;
     for (; at > 0 && promises[at - 1] > mine; at--) {
@@ -558,7 +572,7 @@ static enum swathe_status run_heat(struct sw_search *search, const int64_t *chos
 
 static bool good_enough(struct sw_search *search)
 {
-  const double bound = search->candidates[search->best].bound_us;
+  const double bound = search->trust * search->least_bound_us;
   const double best_us = search->pace_us * search->best_ratio;
   if (!(search->good_enough > 0) || !(bound > 0) || bound < search->good_enough * best_us)
     return false;
@@ -660,7 +674,13 @@ static bool separated(const struct race *race)
   return true;
 }
 
-// Equals are told apart by their texts alone, so that two searches agree.
+// Of equals the one that works in fewer bytes comes first, then the order of their texts.
+static bool comes_before(const struct sw_search_candidate *a, const struct sw_search_candidate *b)
+{
+  return a->bytes != b->bytes ? a->bytes < b->bytes : strcmp(a->config, b->config) < 0;
+}
+
+// Equals are told apart by what they are, not by their times, so that two searches agree.
 static int32_t winner_of(const struct race *race)
 {
   const int32_t lead = fastest(race);
@@ -672,8 +692,8 @@ static int32_t winner_of(const struct race *race)
     if (ratio.value > 1 + clamp_band(1.0 * ratio.margin)) continue;
     if (race->entrant[i] == search->holder) return i;
     if (race->entrant[winner] != search->holder &&
-        strcmp(search->candidates[race->entrant[i]].config,
-               search->candidates[race->entrant[winner]].config) < 0)
+        comes_before(&search->candidates[race->entrant[i]],
+                     &search->candidates[race->entrant[winner]]))
       winner = i;
   }
   return winner;

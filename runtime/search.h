@@ -26,6 +26,7 @@ const char *sw_verdict_name(enum sw_verdict verdict);
 struct sw_search_candidate {
   const char *config;  // canonical text: "name=value,..."; borrowed
   double bound_us;     // no run can be faster; 0: not known
+  int64_t bytes;       // that it works in; of equals the one with fewer is picked
   enum sw_verdict verdict;
   bool ready;    // prepared in this search
   bool settled;  // lost a final
@@ -83,7 +84,8 @@ struct sw_search {
   int64_t holder;      // has the pick already: the default, or what an earlier search found
   bool holder_quiet;   // and was measured on a quiet machine: a noisy match cannot replace it
   double end_s;        // on the clock of now_s
-  double good_enough;  // share of the bound of the best at which the search ends; 0: never
+  double good_enough;  // the search ends when the best of all bounds is this share of the best
+                       // time; 0: never
   int32_t heat;        // candidates that are prepared together, at most SW_SEARCH_MOST_HEAT
   int64_t patience;    // candidates in a row without gain that end the search; 0: all are tried
   uint64_t seed;       // of the order within rounds
@@ -98,6 +100,8 @@ struct sw_search {
 
   // inside
   struct sw_search_knobs *knobs;
+  double least_bound_us;                // of all that did not fail; 0: not known
+  double trust;                         // times this bounds hold, as far as was seen; at most 1
   int64_t since_gain, pace_rounds;
   double pace_us;                       // what the default takes, by all rounds so far
   double noise;                         // share of noisy rounds, lately

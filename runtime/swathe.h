@@ -644,6 +644,7 @@ SWATHE_API enum swathe_status swathe_tune_exchange(struct swathe_context *contex
 struct swathe_pick {
   const char *problem, *kernel, *environment, *config;  // canonical; kernel: the direction's name
   double best_us, default_us, ratio;
+  double limit_share;                                   // as in swathe_tuned; 0: not known
   int64_t samples;
   const char *when;                                     // UTC, ISO 8601
   const char *generator;                                // digest of the texts it was made from

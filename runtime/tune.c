@@ -202,6 +202,7 @@ static enum swathe_status recall_pick(struct tuning *tuning, bool *done)
   if (!*done) return SWATHE_OK;
   snprintf(tuning->tuned->config, sizeof tuning->tuned->config, "%s", config);
   tuning->tuned->ratio = tuning->held.ratio;
+  tuning->tuned->limit_share = tuning->held.limit_share;
   tuning->tuned->reused = true;
   return SWATHE_OK;
 }
@@ -294,8 +295,12 @@ static enum swathe_status put_pick(struct tuning *tuning, bool complete)
 {
   const struct sw_db_row row = row_of(tuning, best_config(tuning));
   const struct sw_search *search = &tuning->search;
-  return sw_db_put_pick(tuning->db, tuning->session, &row, search->default_us * search->best_ratio,
-                        search->default_us, search->best_ratio, complete);
+  const struct sw_db_pick pick = { .best_us = search->default_us * search->best_ratio,
+                                   .default_us = search->default_us,
+                                   .ratio = search->best_ratio,
+                                   .limit_share = limit_share(tuning),
+                                   .complete = complete };
+  return sw_db_put_pick(tuning->db, tuning->session, &row, &pick);
 }
 
 // ---- The search's operations ------------------------------------------------------------------
@@ -412,26 +417,79 @@ static const struct sw_search_operations operations = {
 
 // ---- The limit --------------------------------------------------------------------------------
 
-// What the share's multiply-adds and bytes take at the machine's best.  Not known: no harm.
-static double find_limit_us(struct tuning *tuning)
-{
-  struct sw_gen_source source;
-  struct sw_limit limit = { 0 };
-  double flops, bytes;
+// What a config's sizes (spaces.lua) say of it before it runs.
+struct sizes {
+  int64_t bytes;             // what it works in: the sum of all sizes that are called so
+  int64_t counted_permille;  // products it makes over those of visible pairs; 0: not known
+  int64_t step;              // elements that one of its multiply-adds takes; 0: not known
+};
 
-  if (tuning->aim.cuda) return 0;
-  if (sw_context_source(tuning->context, tuning->problem,
-                        sw_context_kernel_name(tuning->direction), tuning->aim.isa,
-                        tuning->candidates[0].config, &source))
-    return 0;
-  const enum swathe_status status =
-      sw_limit_measure(tuning->context, tuning->problem->dtype, source.flags, &limit);
+static void note_size(void *arg, const char *name, int64_t value)
+{
+  struct sizes *sizes = arg;
+  const char *end = strrchr(name, '_');
+  if (end && !strcmp(end, "_bytes")) sizes->bytes += value;
+  if (!strcmp(name, "counted_permille")) sizes->counted_permille = value;
+  if (!strcmp(name, "step")) sizes->step = value;
+}
+
+// What the machine can do, by elements that a multiply-add takes: [1] floats, [2] pairs.
+struct limits {
+  struct sw_limit of[3];
+};
+
+// Not known: no harm.
+static void measure_limits(struct tuning *tuning, struct limits *limits)
+{
+  const char *name = sw_context_kernel_name(tuning->direction);
+  struct sw_gen_source source;
+
+  memset(limits, 0, sizeof *limits);
+  if (tuning->aim.cuda || sw_context_source(tuning->context, tuning->problem, name, tuning->aim.isa,
+                                            tuning->candidates[0].config, &source))
+    return;
+  if (sw_limit_measure(tuning->context, SWATHE_F32, source.flags, &limits->of[1]) ||
+      (tuning->problem->dtype == SWATHE_BF16 &&
+       sw_limit_measure(tuning->context, SWATHE_BF16, source.flags, &limits->of[2])))
+    memset(limits, 0, sizeof *limits);
   sw_gen_source_free(&source);
-  if (status || !(limit.flops_per_s > 0)) return 0;
-  sw_trial_work(tuning->bench, &flops, &bytes);
-  const double compute_us = 1e6 * flops / limit.flops_per_s;
-  const double memory_us = limit.bytes_per_s > 0 ? 1e6 * bytes / limit.bytes_per_s : 0;
+}
+
+// The least time for so many operations and bytes; 0: not known.
+static double least_us(const struct sw_limit *limit, double flops, double bytes)
+{
+  if (!(limit->flops_per_s > 0)) return 0;
+  const double compute_us = 1e6 * flops / limit->flops_per_s;
+  const double memory_us = limit->bytes_per_s > 0 ? 1e6 * bytes / limit->bytes_per_s : 0;
   return compute_us > memory_us ? compute_us : memory_us;
+}
+
+// The share's limit is what its visible pairs and its tensors take at the machine's best; a
+// candidate's bound counts all products of its tiles, too, made by the instruction it uses.
+static enum swathe_status find_bounds(struct tuning *tuning)
+{
+  const struct sw_gen_request request = request_of(tuning);
+  struct limits limits;
+  double flops, bytes;
+  enum swathe_status status = SWATHE_OK;
+
+  measure_limits(tuning, &limits);
+  sw_trial_work(tuning->bench, &flops, &bytes);
+  const bool pairs = limits.of[2].flops_per_s > limits.of[1].flops_per_s;
+  tuning->limit_us = least_us(&limits.of[pairs ? 2 : 1], flops, bytes);
+  for (int64_t i = 0; i < tuning->count && !status; i++) {
+    struct sw_search_candidate *candidate = &tuning->candidates[i];
+    struct sizes sizes = { 0 };
+    pthread_mutex_lock(&tuning->context->mutex);
+    status = sw_gen_sizes(tuning->context->gen, &request, candidate->config, note_size, &sizes);
+    pthread_mutex_unlock(&tuning->context->mutex);
+    const double counted =
+        sizes.counted_permille > 1000 ? 1e-3 * (double)sizes.counted_permille : 1;
+    candidate->bytes = sizes.bytes;
+    candidate->bound_us =
+        least_us(&limits.of[pairs && sizes.step != 1 ? 2 : 1], counted * flops, bytes);
+  }
+  return status;
 }
 
 // ---- Tune -------------------------------------------------------------------------------------
@@ -459,8 +517,6 @@ static void set_up_search(struct tuning *tuning)
                            ? find_candidate(tuning, tuning->held.config)
                            : -1;
 
-  tuning->limit_us = find_limit_us(tuning);
-  for (int64_t i = 0; i < tuning->count; i++) tuning->candidates[i].bound_us = tuning->limit_us;
   tuning->search = (struct sw_search){
     .operations = &operations,
     .arg = tuning,
@@ -496,6 +552,8 @@ static enum swathe_status tune_direction(struct tuning *tuning)
     const struct sw_db_row row = row_of(tuning, "");
     status = sw_db_known(tuning->db, &row, recall, tuning);
   }
+  if (status) return status;
+  status = find_bounds(tuning);
   if (status) return status;
   set_up_search(tuning);
   status = sw_search_run(&tuning->search);

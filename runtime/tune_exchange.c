@@ -293,8 +293,11 @@ static enum swathe_status put_pick(struct tuning *tuning, bool complete)
 {
   const struct sw_search *search = &tuning->search;
   const struct sw_db_row row = row_of(tuning, tuning->candidates[search->best].config);
-  return sw_db_put_pick(tuning->db, tuning->session, &row, search->default_us * search->best_ratio,
-                        search->default_us, search->best_ratio, complete);
+  const struct sw_db_pick pick = { .best_us = search->default_us * search->best_ratio,
+                                   .default_us = search->default_us,
+                                   .ratio = search->best_ratio,
+                                   .complete = complete };
+  return sw_db_put_pick(tuning->db, tuning->session, &row, &pick);
 }
 
 static enum swathe_status lead(void *arg) { return put_pick(arg, false); }

@@ -203,7 +203,9 @@ struct sw_search_candidate *simulated_candidates(const struct simulated *device)
                  (long long)(i / base % base), (long long)(i / square % base),
                  (long long)(i / square / base)) < 0)
       abort();
-    candidates[i] = (struct sw_search_candidate){ .config = text, .verdict = SW_VERDICT_UNTRIED };
+    candidates[i] = (struct sw_search_candidate){ .config = text,
+                                                  .bytes = device->bytes ? device->bytes[i] : 0,
+                                                  .verdict = SW_VERDICT_UNTRIED };
   }
   return candidates;
 }
@@ -219,6 +221,7 @@ void simulated_free(struct simulated *device)
 {
   free(device->alone_us);
   free(device->loaded_us);
+  free(device->bytes);
   free(device->fault);
   free(device->late);
   free(device->times_prepared);

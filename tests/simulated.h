@@ -19,6 +19,7 @@ struct simulated {
   int64_t count;
   double *alone_us;        // of a run by itself
   double *loaded_us;       // beside the exchange; NULL: the same
+  int64_t *bytes;          // that it works in; NULL: all in as many
   enum sw_verdict *fault;  // what preparing it comes to; NULL: all are OK
   enum sw_verdict *late;   // what running it comes to; NULL: all are OK
   int64_t late_launches;   // only from so many launches of the device on

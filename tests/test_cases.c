@@ -858,7 +858,8 @@ static void write_picks(const char *path, const struct swathe_problem *problem, 
                      SWATHE_OK);
     const struct sw_db_row row = { problem, kernel, &environment, configs.of[which] };
     snprintf(config[d], 512, "%s", configs.of[which]);
-    assert_int_equal(sw_db_put_pick(db, session, &row, 1, 2, 0.5, true), SWATHE_OK);
+    const struct sw_db_pick pick = { 1, 2, 0.5, .complete = true };
+    assert_int_equal(sw_db_put_pick(db, session, &row, &pick), SWATHE_OK);
   }
   sw_db_close(db);
 }

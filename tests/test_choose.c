@@ -89,7 +89,8 @@ static void best_of(const struct swathe_problem *stored, const char *config,
   assert_int_equal(sw_db_open(path, SW_DB_WRITE, &db), SWATHE_OK);
   assert_int_equal(sw_db_session_begin(db, "a test", 1, &session), SWATHE_OK);
   const struct sw_db_row row = { stored, "forward", &environment, config };
-  assert_int_equal(sw_db_put_pick(db, session, &row, 1, 2, 0.5, true), SWATHE_OK);
+  const struct sw_db_pick pick = { 1, 2, 0.5, .complete = true };
+  assert_int_equal(sw_db_put_pick(db, session, &row, &pick), SWATHE_OK);
   sw_db_close(db);
   sw_context_reopen_database(context);
   assert_int_equal(swathe_db_best(context, asked, SWATHE_FORWARD, chosen, 512, why, 512),

@@ -182,7 +182,8 @@ static void put_pick(struct sw_db *db, const char *problem_text,
 {
   const struct swathe_problem problem = problem_of(problem_text);
   const struct sw_db_row row = { &problem, "forward", environment, config };
-  if (sw_db_put_pick(db, session_of(db), &row, 80, 100, 0.8, true)) fail_msg("%s", swathe_error());
+  const struct sw_db_pick pick = { 80, 100, 0.8, .limit_share = 0.75, .complete = true };
+  if (sw_db_put_pick(db, session_of(db), &row, &pick)) fail_msg("%s", swathe_error());
 }
 
 static enum swathe_status put_sample(struct sw_db *db, const char *config, const char *verdict,
@@ -465,7 +466,7 @@ static void a_pick_replaces_the_one_before_and_knows_its_sample(void **state)
   assert_string_equal(find(db, "", &here), "[a=2] ");
   struct sw_db_state found;
   assert_int_equal(sw_db_state(db, &found), SWATHE_OK);
-  assert_int_equal(found.schema_version, 2);
+  assert_int_equal(found.schema_version, 3);
   assert_int_equal(found.picks, 1);
   assert_int_equal(found.samples, 3);
   sw_db_close(db);
@@ -555,30 +556,35 @@ static void senseless_puts_are_refused(void **state)
     struct sw_db_row row;
     double best_us;
     enum swathe_status status;
+    double limit_share;
   } cases[] = {
-    { { &good, "forward", &here, "a=1" }, 1, SWATHE_OK },
-    { { &good, "forward", &here, "a=1" }, NAN, SWATHE_BAD_USE },
-    { { &good, "forward", &here, "a=1" }, INFINITY, SWATHE_BAD_USE },
-    { { &good, "forward", &here, "a=1" }, 0, SWATHE_BAD_USE },
-    { { &good, "forward", &here, NULL }, 1, SWATHE_BAD_USE },
-    { { &good, "forward", &here, "a=1\n" }, 1, SWATHE_BAD_USE },
-    { { &good, "forward", &here, long_text }, 1, SWATHE_BAD_USE },
-    { { &good, "", &here, "a=1" }, 1, SWATHE_BAD_USE },
-    { { &good, "forward", &nowhere, "a=1" }, 1, SWATHE_BAD_USE },
-    { { &bad, "forward", &here, "a=1" }, 1, SWATHE_BAD_PROBLEM },
+    { { &good, "forward", &here, "a=1" }, 1, SWATHE_OK, 0 },
+    { { &good, "forward", &here, "a=1" }, 1, SWATHE_BAD_USE, -0.5 },
+    { { &good, "forward", &here, "a=1" }, 1, SWATHE_BAD_USE, NAN },
+    { { &good, "forward", &here, "a=1" }, NAN, SWATHE_BAD_USE, 0 },
+    { { &good, "forward", &here, "a=1" }, INFINITY, SWATHE_BAD_USE, 0 },
+    { { &good, "forward", &here, "a=1" }, 0, SWATHE_BAD_USE, 0 },
+    { { &good, "forward", &here, NULL }, 1, SWATHE_BAD_USE, 0 },
+    { { &good, "forward", &here, "a=1\n" }, 1, SWATHE_BAD_USE, 0 },
+    { { &good, "forward", &here, long_text }, 1, SWATHE_BAD_USE, 0 },
+    { { &good, "", &here, "a=1" }, 1, SWATHE_BAD_USE, 0 },
+    { { &good, "forward", &nowhere, "a=1" }, 1, SWATHE_BAD_USE, 0 },
+    { { &bad, "forward", &here, "a=1" }, 1, SWATHE_BAD_PROBLEM, 0 },
   };
   struct sw_db *db = open_db(in_place("senseless.db"), SW_DB_WRITE);
   const int64_t session = session_of(db);
-  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
-    assert_int_equal(sw_db_put_pick(db, session, &cases[i].row, cases[i].best_us, 1, 1, true),
-                     cases[i].status);
-  assert_int_equal(sw_db_put_pick(db, session + 9, &cases[0].row, 1, 1, 1, true), SWATHE_DATABASE);
+  const struct sw_db_pick ones = { 1, 1, 1, .complete = true };
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    const struct sw_db_pick pick = { cases[i].best_us, 1, 1, cases[i].limit_share, true };
+    assert_int_equal(sw_db_put_pick(db, session, &cases[i].row, &pick), cases[i].status);
+  }
+  assert_int_equal(sw_db_put_pick(db, session + 9, &cases[0].row, &ones), SWATHE_DATABASE);
   assert_int_equal(put_sample(db, "a=1", "fast", 1), SWATHE_DATABASE);
   assert_int_equal(put_sample(db, "a=1", "ok", NAN), SWATHE_BAD_USE);
   sw_db_close(db);
 
   db = open_db(in_place("senseless.db"), SW_DB_READ);
-  assert_int_equal(sw_db_put_pick(db, session, &cases[0].row, 1, 1, 1, true), SWATHE_BAD_USE);
+  assert_int_equal(sw_db_put_pick(db, session, &cases[0].row, &ones), SWATHE_BAD_USE);
   sw_db_close(db);
 }
 
@@ -690,9 +696,9 @@ static void files_that_are_not_ours_are_refused_and_left_alone(void **state)
     { "PRAGMA application_id = 0", "another program" },
     { "PRAGMA user_version = 0", "version 0" },
     { "PRAGMA user_version = -3", "version -3" },
-    { "PRAGMA user_version = 3; UPDATE meta SET value = 'swathe 7.1.0'",
+    { "PRAGMA user_version = 4; UPDATE meta SET value = 'swathe 7.1.0'",
       "written by swathe 7.1.0" },
-    { "PRAGMA user_version = 3; DROP TABLE meta; CREATE VIEW meta AS SELECT 'written_by' AS name, "
+    { "PRAGMA user_version = 4; DROP TABLE meta; CREATE VIEW meta AS SELECT 'written_by' AS name, "
       "'x' AS value",
       "a newer swathe" },
     { "PRAGMA writable_schema = 1; UPDATE sqlite_schema SET sql = 'CREATE TABLE pick (x)' WHERE "
@@ -846,11 +852,27 @@ static void an_empty_file_is_version_0_and_is_brought_up(void **state)
     db = open_db(in_place(name), SW_DB_WRITE);
     put_pick(db, "", &here, "a=1");
     sw_db_close(db);
-    assert_int_equal(ask(in_place(name), "PRAGMA user_version"), 2);
+    assert_int_equal(ask(in_place(name), "PRAGMA user_version"), 3);
   }
 }
 
-// What version 1 had in place of today's samples, with the rows that are there.
+// What versions 2 and 1 had in place of today's picks and samples, with the rows that are there.
+static const char back_to_version_2[] =
+    "CREATE TABLE kept AS SELECT * FROM pick; DROP TABLE pick;"
+    "CREATE TABLE pick (id INTEGER PRIMARY KEY NOT NULL,"
+    " problem INTEGER NOT NULL REFERENCES problem (id),"
+    " kernel TEXT NOT NULL CHECK (length(kernel) BETWEEN 1 AND 63),"
+    " environment INTEGER NOT NULL REFERENCES environment (id), generator TEXT NOT NULL,"
+    " config TEXT NOT NULL CHECK (length(config) <= 511),"
+    " best_us REAL NOT NULL CHECK (best_us > 0 AND best_us <= 1e15),"
+    " default_us REAL NOT NULL CHECK (default_us > 0 AND default_us <= 1e15),"
+    " ratio REAL NOT NULL CHECK (ratio > 0 AND ratio <= 1e15),"
+    " complete INTEGER NOT NULL CHECK (complete IN (0, 1)),"
+    " session INTEGER NOT NULL REFERENCES session (id), sample INTEGER REFERENCES sample (id),"
+    " written_at TEXT NOT NULL, UNIQUE (problem, kernel, environment));"
+    "INSERT INTO pick SELECT id, problem, kernel, environment, generator, config, best_us,"
+    " default_us, ratio, complete, session, sample, written_at FROM kept;"
+    "DROP TABLE kept; PRAGMA user_version = 2";
 static const char back_to_version_1[] =
     "CREATE TABLE kept AS SELECT * FROM sample; DROP TABLE sample;"
     "CREATE TABLE sample (id INTEGER PRIMARY KEY NOT NULL,"
@@ -870,30 +892,41 @@ static const char back_to_version_1[] =
     " verdict, words, runs_us, default_runs_us, runs, median_us, ratio, written_at FROM kept;"
     "DROP TABLE kept; PRAGMA user_version = 1";
 
-static void version_1_is_brought_up_by_a_writer(void **state)
+static void bring_up(int version)
 {
-  (void)state;
-  const char *path = in_place("version1.db");
+  char name[32], words[32];
+  snprintf(name, sizeof name, "version%d.db", version);
+  snprintf(words, sizeof words, "has version %d", version);
+  const char *path = in_place(name);
   struct sw_db *db = open_db(path, SW_DB_WRITE);
   assert_int_equal(put_sample(db, "a=2", "crash", 0), SWATHE_OK);
   assert_int_equal(put_sample(db, "a=1", "ok", 1), SWATHE_OK);
   put_pick(db, "", &here, "a=1");
   sw_db_close(db);
-  plant(path, back_to_version_1);
+  plant(path, back_to_version_2);
+  if (version == 1) plant(path, back_to_version_1);
 
   assert_int_equal(sw_db_open(path, SW_DB_READ, &db), SWATHE_DATABASE);
-  assert_non_null(strstr(swathe_error(), "has version 1"));
-  assert_int_equal(ask(path, "PRAGMA user_version"), 1);
+  assert_non_null(strstr(swathe_error(), words));
+  assert_int_equal(ask(path, "PRAGMA user_version"), version);
 
   db = open_db(path, SW_DB_WRITE);
   assert_string_equal(find(db, "", &here), "[a=1] ");
   assert_int_equal(put_sample(db, "a=3", "oom", 0), SWATHE_OK);
   sw_db_close(db);
-  assert_int_equal(ask(path, "PRAGMA user_version"), 2);
+  assert_int_equal(ask(path, "PRAGMA user_version"), 3);
   assert_int_equal(ask(path, "SELECT count(*) FROM sample WHERE noisy = 0"), 3);
   assert_int_equal(
       ask(path, "SELECT s.config = 'a=1' FROM pick k JOIN sample s ON s.id = k.sample"), 1);
+  assert_int_equal(ask(path, "SELECT count(*) FROM pick WHERE limit_share = 0"), 1);
   assert_int_equal(ask(path, "SELECT count(*) FROM pragma_foreign_key_check"), 0);
+}
+
+static void older_versions_are_brought_up_by_a_writer(void **state)
+{
+  (void)state;
+  bring_up(1);
+  bring_up(2);
 }
 
 // A pick rests on the newest good sample of its config.
@@ -918,6 +951,7 @@ static void a_pick_is_as_quiet_as_its_sample(void **state)
     assert_true(held.found && held.complete);
     assert_string_equal(held.config, "a=1");
     assert_int_equal(held.quiet, !noisy);
+    assert_true(held.limit_share == 0.75);
   }
   sw_db_close(db);
 }
@@ -1060,7 +1094,8 @@ static void put_and_report(const char *path, int pipe_end, int from, int count)
   for (int i = from; i < from + count; i++) {
     const struct sw_db_row row = { &problem, "forward", &here, "a=1" };
     problem.tokens_per_rank = i + 1;
-    if (sw_db_put_pick(db, session, &row, 1, 1, 1, true)) {
+    const struct sw_db_pick pick = { 1, 1, 1, .complete = true };
+    if (sw_db_put_pick(db, session, &row, &pick)) {
       fprintf(stderr, "%s\n", swathe_error());
       _exit(2);
     }
@@ -1167,7 +1202,7 @@ int main(void)
     cmocka_unit_test(writers_look_at_every_page),
     cmocka_unit_test(readers_leave_what_a_killed_writer_left),
     cmocka_unit_test(an_empty_file_is_version_0_and_is_brought_up),
-    cmocka_unit_test(version_1_is_brought_up_by_a_writer),
+    cmocka_unit_test(older_versions_are_brought_up_by_a_writer),
     cmocka_unit_test(a_pick_is_as_quiet_as_its_sample),
     cmocka_unit_test(read_only_places_can_be_read),
     cmocka_unit_test(a_network_without_locks_can_be_read),

@@ -765,6 +765,43 @@ static void tiles_fit_the_band(void **state)
     }
 }
 
+// Products of cpu tiles, worked out by hand: idle lanes, a tile's wider band, filled-up dims.
+static void products_of_cpu_tiles_are_counted(void **state)
+{
+  (void)state;
+  static const char band[] = "q_heads=3,kv_heads=1,head_dim_qk=16,head_dim_v=16,window_left=15";
+  static const char all[] =
+      "q_heads=1,kv_heads=1,head_dim_qk=16,head_dim_v=16,window_left=unlimited";
+  static const struct {
+    const char *kernel, *problem, *config;
+    int64_t counted;
+  } rows[] = {
+    // 8 lanes hold 2 tokens of 3 heads, which see 17 keys: 20 scored by fours, 17 weighed;
+    // 8 (20 * 16 + 17 * 16) of 2 * 3 * 16 * 32
+    { "forward", band, "vectors=1,pack=3,rows_k=4,rows_d=4,block_k=96,ring_blocks=64,prefetch=0,"
+      "stream=0", 1541 },
+    { "forward", all, "vectors=1,pack=1,rows_k=4,rows_d=4,block_k=96,ring_blocks=64,prefetch=0,"
+      "stream=0", 1000 },
+    // 20 keys for all five products: 8 * 20 of 2 * 3 * 16
+    { "backward", band, "vectors=1,pack=3,panels=2,rows_k=4,rows_d=4,rows_j=4,vectors_d=1,"
+      "block_k=96,ring_blocks=128,pairs=0", 1666 },
+    // by twelves: 24 keys
+    { "backward", band, "vectors=1,pack=3,panels=1,rows_k=4,rows_d=4,rows_j=12,vectors_d=1,"
+      "block_k=96,ring_blocks=128,pairs=0", 2000 },
+  };
+  for (size_t r = 0; r < COUNT(rows); r++) {
+    struct swathe_problem problem;
+    int64_t counted = 0;
+    const struct sw_gen_request request =
+        request_for(rows[r].kernel, "avx2", rows[r].problem, &problem);
+    if (sw_gen_sizes(real_gen, &request, rows[r].config, find_counted, &counted))
+      fail_msg("%s: %s", rows[r].config, swathe_error());
+    if (counted != rows[r].counted)
+      fail_msg("%s: %lld, not %lld", rows[r].config, (long long)counted,
+               (long long)rows[r].counted);
+  }
+}
+
 // One field changed at a time: what a kernel does not depend on must not change its text.
 static void text_follows_the_problem(void **state)
 {
@@ -988,6 +1025,7 @@ int main(void)
     cmocka_unit_test(requests_are_checked),
     cmocka_unit_test(defaults_are_valid),
     cmocka_unit_test(tiles_fit_the_band),
+    cmocka_unit_test(products_of_cpu_tiles_are_counted),
     cmocka_unit_test(text_follows_the_problem),
     cmocka_unit_test(text_is_the_same_everywhere),
     cmocka_unit_test(banner_command_makes_it_again),

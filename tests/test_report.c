@@ -68,7 +68,8 @@ static void put_pick(struct sw_db *db, const char *config, double ratio)
   swathe_problem_init(&problem);
   assert_int_equal(sw_db_session_begin(db, "tune", 60, &session), SWATHE_OK);
   const struct sw_db_row row = { &problem, "forward", &here, config };
-  if (sw_db_put_pick(db, session, &row, 105 * ratio, 105, ratio, true))
+  const struct sw_db_pick pick = { 105 * ratio, 105, ratio, 0.625, .complete = true };
+  if (sw_db_put_pick(db, session, &row, &pick))
     fail_msg("%s", swathe_error());
 }
 
@@ -207,6 +208,7 @@ static void a_section_has_dots_line_table_and_reasons(void **state)
   expect_text(page, "1 samples were rejected", true);
   expect_text(page, "row 7 is 0.5, not 0.25", true);
   expect_text(page, "<span class=\"badge\">in use</span> <code>tile=8,", true);
+  expect_text(page, "<li>0.62 of the machine's multiply-add or memory peak</li>", true);
   // 110 us of 105 us, as a share of 0.875
   expect_text(page, "<td class=\"number\">0.833 to 0.917</td>", true);
   expect_text(page, "<b>tile=4</b>,<wbr><b>pack=2</b>", true);
@@ -494,7 +496,8 @@ static void show_gives_the_best_in_full_and_then_differences(void **state)
                 "generator g1\n",
                 true);
   expect_screen("show --database shown.db", "others used the machine", false);
-  expect_screen("list --database shown.db", "78.8 us, 0.750 of the default's 105.0 us\n", true);
+  expect_screen("list --database shown.db", "78.8 us, 0.750 of the default's 105.0 us, 0.62 of "
+                "the machine's peak\n", true);
   plant("shown.db", "UPDATE sample SET noisy = 1 WHERE id = 3");
   expect_screen("show --database shown.db", "~: others used the machine meanwhile\n", true);
   // Another machine's samples stand in the same table, but say so.

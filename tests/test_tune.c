@@ -168,6 +168,8 @@ static void spoilt_candidates_never_win(void **state)
   assert_int_equal(tuned[0].failed, 4);
   assert_non_null(strstr(tuned[0].config, "sabotage=0"));
   assert_true(tuned[0].default_us > 0);
+  const double share = tuned[0].limit_share;
+  assert_true(share > 0 && share < 2);  // of a peak that was measured at another moment
 
   // a layer finds it; a second tuning finds it and measures nothing
   assert_int_equal(
@@ -178,6 +180,7 @@ static void spoilt_candidates_never_win(void **state)
   if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
   assert_true(tuned[0].reused);
   assert_int_equal(tuned[0].tried, 0);
+  assert_true(tuned[0].limit_share > 0.999 * share && tuned[0].limit_share < 1.001 * share);
   swathe_close(context);
 }
 

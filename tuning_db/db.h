@@ -50,8 +50,13 @@ enum swathe_status sw_db_put_sample(struct sw_db *db, int64_t session, const str
                                     const struct sw_db_sample *sample);
 // Replaces the pick of (problem, kernel, environment).  `complete`: the search ended by itself;
 // otherwise the next call resumes.
+struct sw_db_pick {
+  double best_us, default_us, ratio;
+  double limit_share;             // as swathe_pick
+  bool complete;
+};
 enum swathe_status sw_db_put_pick(struct sw_db *db, int64_t session, const struct sw_db_row *row,
-                                  double best_us, double default_us, double ratio, bool complete);
+                                  const struct sw_db_pick *pick);
 
 // A candidate for the look-up ladder.
 struct sw_db_found {
@@ -81,7 +86,7 @@ enum swathe_status sw_db_known(struct sw_db *db, const struct sw_db_row *row,
 struct sw_db_held {
   bool found;
   char config[512];
-  double ratio;
+  double ratio, limit_share;
   bool complete;
   bool quiet;                     // the sample it rests on is not noisy
 };

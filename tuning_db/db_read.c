@@ -330,7 +330,7 @@ enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
                               struct sw_db_held *held)
 {
   static const char sql[] =
-      "SELECT k.id, k.config, k.ratio, k.complete, coalesce(s.noisy, 1) FROM pick k"
+      "SELECT k.id, k.config, k.ratio, k.complete, coalesce(s.noisy, 1), k.limit_share FROM pick k"
       " JOIN problem p ON p.id = k.problem JOIN environment e ON e.id = k.environment"
       " LEFT JOIN sample s ON s.id = k.sample WHERE p.text = ? AND k.kernel = ? AND e.text = ?";
   struct sw_db_rows_problem problem;
@@ -351,6 +351,7 @@ enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
     held->ratio = take_number(&judged, 2, 1e-15);
     held->complete = take_integer(&judged, 3, 0, 1) == 1;
     held->quiet = take_integer(&judged, 4, 0, 1) == 0;
+    held->limit_share = take_number(&judged, 5, 0);
     held->found = sound(db, &judged, "pick");
   }
   sw_db_sql_end(statement, status);
@@ -364,7 +365,7 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
       "SELECT k.id, p.text, e.text, e.isa, e.processor, e.threads, k.kernel, k.config, k.best_us,"
       " k.default_us, k.ratio, k.written_at, (SELECT count(*) FROM sample s WHERE s.problem = "
       "k.problem AND"
-      " s.kernel = k.kernel AND s.environment = k.environment), k.generator"
+      " s.kernel = k.kernel AND s.environment = k.environment), k.generator, k.limit_share"
       " FROM pick k JOIN problem p ON p.id = k.problem JOIN environment e ON e.id = k.environment"
       " ORDER BY p.text, k.kernel, e.text";
   sqlite3_stmt *statement = NULL;
@@ -386,6 +387,7 @@ enum swathe_status sw_db_list(struct sw_db *db, swathe_pick_visit *visit, void *
       .when = take_when(&judged, 11),
       .samples = take_integer(&judged, 12, 0, INT64_MAX),
       .generator = take_text(&judged, 13, SW_DB_GENERATOR_BYTES, false),
+      .limit_share = take_number(&judged, 14, 0),
     };
     if (sound(db, &judged, "pick")) visit(arg, &pick);
   }

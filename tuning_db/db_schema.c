@@ -51,9 +51,36 @@ static const char to_version_2[] =
     "DROP TABLE sample_before; "
     "PRAGMA user_version = 2;";
 
+// Version 3: picks say how near they are to the machine's peak.  Nobody refers to them.
+static const char to_version_3[] =
+    "CREATE TEMP TABLE pick_before AS SELECT * FROM main.pick; "
+    "DROP TABLE main.pick; "
+    "CREATE TABLE pick ( "
+    "id INTEGER PRIMARY KEY NOT NULL, "
+    "problem INTEGER NOT NULL REFERENCES problem (id), "
+    "kernel TEXT NOT NULL CHECK (length(kernel) BETWEEN 1 AND 63), "
+    "environment INTEGER NOT NULL REFERENCES environment (id), "
+    "generator TEXT NOT NULL, "
+    "config TEXT NOT NULL CHECK (length(config) <= 511), "
+    "best_us REAL NOT NULL CHECK (best_us > 0 AND best_us <= 1e15), "
+    "default_us REAL NOT NULL CHECK (default_us > 0 AND default_us <= 1e15), "
+    "ratio REAL NOT NULL CHECK (ratio > 0 AND ratio <= 1e15), "
+    "limit_share REAL NOT NULL CHECK (limit_share BETWEEN 0 AND 1e15), "
+    "complete INTEGER NOT NULL CHECK (complete IN (0, 1)), "
+    "session INTEGER NOT NULL REFERENCES session (id), "
+    "sample INTEGER REFERENCES sample (id), "
+    "written_at TEXT NOT NULL, "
+    "UNIQUE (problem, kernel, environment) "
+    "); "
+    "INSERT INTO main.pick SELECT id, problem, kernel, environment, generator, config, best_us, "
+    "default_us, ratio, 0, complete, session, sample, written_at FROM pick_before; "
+    "DROP TABLE pick_before; "
+    "PRAGMA user_version = 3;";
+
 // upgrades[v] leads from version v to a later one and sets user_version.  From 0 it is schema.sql
 // itself.
-static const char *const upgrades[SW_DB_SCHEMA_VERSION] = { NULL, to_version_2 };
+static const char *const upgrades[SW_DB_SCHEMA_VERSION] = { NULL, to_version_2,
+                                                             to_version_3 };
 
 // ---- Comparing --------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 
 #include "db_sql.h"
 
-enum { SW_DB_SCHEMA_VERSION = 2 };
+enum { SW_DB_SCHEMA_VERSION = 3 };
 
 // Reads only.  *version is 0 for a file that holds nothing yet.  SWATHE_DATABASE: of another
 // program, from a newer swathe, or its tables are not exactly those of its version.

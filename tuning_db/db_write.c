@@ -293,27 +293,31 @@ static enum swathe_status newest_sample(struct sw_db *db, const struct sw_db_row
 }
 
 enum swathe_status sw_db_put_pick(struct sw_db *db, int64_t session, const struct sw_db_row *row,
-                                  double best_us, double default_us, double ratio, bool complete)
+                                  const struct sw_db_pick *pick)
 {
   static const char insert[] =
       "INSERT INTO pick (problem, kernel, environment, generator, config, best_us, default_us, "
-      "ratio, complete,"
-      " session, sample, written_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, nullif(?, 0), " NOW ")"
+      "ratio, limit_share, complete, session, sample, written_at)"
+      " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, nullif(?, 0), " NOW ")"
       " ON CONFLICT (problem, kernel, environment) DO UPDATE SET generator = excluded.generator,"
       " config = excluded.config, best_us = excluded.best_us, default_us = excluded.default_us,"
-      " ratio = excluded.ratio, complete = excluded.complete, session = excluded.session,"
-      " sample = excluded.sample, written_at = excluded.written_at";
+      " ratio = excluded.ratio, limit_share = excluded.limit_share, complete = excluded.complete,"
+      " session = excluded.session, sample = excluded.sample, written_at = excluded.written_at";
   struct key key;
   sqlite3_stmt *statement = NULL;
   int64_t sample = 0;
 
   enum swathe_status status = check_row(row);
   if (status) return status;
-  if (!(best_us > 0 && best_us <= 1e15 && default_us > 0 && default_us <= 1e15 && ratio > 0 &&
-        ratio <= 1e15))
+  if (!(pick->best_us > 0 && pick->best_us <= 1e15 && pick->default_us > 0 &&
+        pick->default_us <= 1e15 && pick->ratio > 0 && pick->ratio <= 1e15))
     return sw_fail(SWATHE_BAD_USE,
                    "a pick's times of %g and %g us and ratio of %g must be finite and positive",
-                   best_us, default_us, ratio);
+                   pick->best_us, pick->default_us, pick->ratio);
+  if (!(pick->limit_share >= 0 && pick->limit_share <= 1e15))
+    return sw_fail(SWATHE_BAD_USE,
+                   "a pick's share of the limit, %g, must be finite and not negative",
+                   pick->limit_share);
   status = sw_db_rows_environment(row->environment, &key.stored);
   if (!status) status = begin(db);
   if (status) return status;
@@ -322,10 +326,10 @@ enum swathe_status sw_db_put_pick(struct sw_db *db, int64_t session, const struc
   if (!status)
     status = sw_db_sql_begin(db, &statement, insert,
                              "ititt"
-                             "rrr"
+                             "rrrr"
                              "iii",
                              key.problem, row->kernel, key.environment, key.stored.generator,
-                             row->config, best_us, default_us, ratio, (int64_t)complete, session,
-                             sample);
+                             row->config, pick->best_us, pick->default_us, pick->ratio,
+                             pick->limit_share, (int64_t)pick->complete, session, sample);
   return end(db, finish(db, statement, status));
 }

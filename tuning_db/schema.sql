@@ -1,11 +1,11 @@
--- schema.sql: the tables of a tuning database, version 2.
+-- schema.sql: the tables of a tuning database, version 3.
 --
 -- A file is used only if it holds exactly these tables and indexes (comments and spacing aside), so
 -- a change here needs a new user_version and, in db_schema.c, a step that leads from the old one.
 -- Numbers are bounded on both sides: SQLite orders texts above all numbers, so a text never passes.
 
 PRAGMA application_id = 1398232136; -- the letters SWTH
-PRAGMA user_version = 2;
+PRAGMA user_version = 3;
 
 -- What the file says about itself. Never changes its shape: newer files are asked for written_by.
 CREATE TABLE meta (
@@ -74,6 +74,7 @@ CREATE TABLE pick (
   best_us REAL NOT NULL CHECK (best_us > 0 AND best_us <= 1e15),
   default_us REAL NOT NULL CHECK (default_us > 0 AND default_us <= 1e15),
   ratio REAL NOT NULL CHECK (ratio > 0 AND ratio <= 1e15),
+  limit_share REAL NOT NULL CHECK (limit_share BETWEEN 0 AND 1e15),  -- of the peak. 0: not known
   complete INTEGER NOT NULL CHECK (complete IN (0, 1)),  -- 0: the search was cut short
   session INTEGER NOT NULL REFERENCES session (id),
   sample INTEGER REFERENCES sample (id),                 -- the newest that measured this config

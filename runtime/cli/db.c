@@ -28,11 +28,12 @@ static json_t *number_or_null(double value)
 
 static json_t *pick_json(const struct swathe_pick *pick)
 {
-  return json_pack("{s:s, s:s, s:s, s:s, s:o, s:o, s:o, s:I, s:s}", "problem", pick->problem,
+  return json_pack("{s:s, s:s, s:s, s:s, s:o, s:o, s:o, s:o, s:I, s:s}", "problem", pick->problem,
                    "kernel", pick->kernel, "environment", pick->environment, "config", pick->config,
                    "best_us", number_or_null(pick->best_us), "default_us",
                    number_or_null(pick->default_us), "ratio", number_or_null(pick->ratio),
-                   "samples", (json_int_t)pick->samples, "when", pick->when);
+                   "limit_share", number_or_null(pick->limit_share), "samples",
+                   (json_int_t)pick->samples, "when", pick->when);
 }
 
 static void print_problem(const char *text)
@@ -62,9 +63,10 @@ static void visit_pick(void *arg, const struct swathe_pick *pick)
     print_problem(pick->problem);
     snprintf(rows->problem, sizeof rows->problem, "%s", pick->problem);
   }
-  printf("  %-*s %s, %.3f of the default's %s\n%*s", COLUMN - 3, pick->kernel,
-         cli_report_time(pick->best_us).text, pick->ratio, cli_report_time(pick->default_us).text,
-         COLUMN, "");
+  printf("  %-*s %s, %.3f of the default's %s", COLUMN - 3, pick->kernel,
+         cli_report_time(pick->best_us).text, pick->ratio, cli_report_time(pick->default_us).text);
+  if (pick->limit_share > 0) printf(", %.2f of the machine's peak", pick->limit_share);
+  printf("\n%*s", COLUMN, "");
   cli_report_wrapped(COLUMN, COLUMN, pick->config);
   const int at = printf("%*s%" PRId64 " sample%s, %s, on ", COLUMN, "", pick->samples,
                         pick->samples == 1 ? "" : "s", pick->when);

@@ -78,7 +78,7 @@ static bool is_wanted(const struct cli_args *args, const char *wanted, const cha
 
 struct pick {
   char *problem, *kernel, *environment, *generator, *config;
-  double best_us, ratio;
+  double best_us, ratio, limit_share;
   bool shown;
 };
 
@@ -121,6 +121,7 @@ static void add_pick(void *arg, const struct swathe_pick *pick)
                          strdup(pick->config),
                          pick->best_us,
                          pick->ratio,
+                         pick->limit_share,
                          false };
   if (!copy->problem || !copy->kernel || !copy->environment || !copy->generator || !copy->config)
     report->code = cli_fail(CLI_FAILED, "out of memory for the picks");
@@ -292,6 +293,8 @@ static void put_section(struct report *report, const struct cli_history *history
   cli_page_put(page, "counts_end", "time",
                default_us > 0 ? cli_report_time(default_us).text : "not measured", NULL);
   if (pick) cli_page_put(page, "counts_pick", NULL);
+  if (pick && pick->limit_share > 0)
+    cli_page_put(page, "counts_limit", "share", cli_report_number(2, pick->limit_share).text, NULL);
   if (noisy) cli_page_put(page, "counts_noisy", "samples", count(noisy).text, NULL);
   cli_page_put(page, "figure", NULL);
   cli_chart_put(page, &chart);

@@ -48,7 +48,8 @@ static void fill(const char *path, int picks)
     const struct swathe_problem problem = problem_of(i);
     const struct sw_db_row row = { &problem, "forward", &here,
                                    "tile_q=16,tile_k=64,pack=8,unroll=4,slots=2" };
-    check(sw_db_put_pick(db, session, &row, 80, 100, 0.8, true));
+    const struct sw_db_pick pick = { 80, 100, 0.8, .complete = true };
+    check(sw_db_put_pick(db, session, &row, &pick));
   }
   sw_db_close(db);
 }
