@@ -62,15 +62,15 @@ forward_tile = {
     return q + others + (one_tile == 1 and math.max(s, s // 2 + o) or s + o)
   end,
   -- 1000 times the products made over those of visible pairs, of a tile amid a long document.  A
-  -- warp leaves out the key tiles that none of its queries sees.
+  -- warp, or a warpgroup, leaves out the key tiles that none of its queries sees.
   counted = function(c, tokens)
-    local window, made = window_keys(c), 0
-    for warp = 0, c.warps - 1 do
-      local first = warp * c.warp_rows // c.pack
-      local last = math.min(tokens - 1, ((warp + 1) * c.warp_rows - 1) // c.pack)
+    local window, made, rows = window_keys(c), 0, c.wgmma == 1 and 64 or c.warp_rows
+    for row = 0, c.warps * c.warp_rows - 1, rows do
+      local first = row // c.pack
+      local last = math.min(tokens - 1, (row + rows - 1) // c.pack)
       if first <= last then
         local tiles = (last + window - 1) // c.block_k - first // c.block_k + 1
-        made = made + tiles * c.block_k * c.warp_rows
+        made = made + tiles * c.block_k * rows
       end
     end
     local dims = padded(c.head_dim_qk) + padded(c.head_dim_v)
@@ -90,8 +90,9 @@ function forward_tile.candidates(c)
   local list = {}
   local function add(pack, warps, warp_rows, block_k)
     for _, ahead in ipairs { { 1, 1 }, { 2, 1 }, { 1, 4 } } do
-      list[#list + 1] = { pack = pack, warps = warps, warp_rows = warp_rows, block_k = block_k,
-                          stages = ahead[1], strip = ahead[2], q_in_regs = 0, min_blocks = 1 }
+      list[#list + 1] = { wgmma = 0, pack = pack, warps = warps, warp_rows = warp_rows,
+                          block_k = block_k, stages = ahead[1], strip = ahead[2], q_in_regs = 0,
+                          min_blocks = 1 }
     end
   end
   for _, shape in ipairs { { 2, 16 }, { 4, 16 }, { 8, 16 }, { 4, 32 } } do
@@ -496,6 +497,7 @@ return {
       fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
                 "window_right", "f16", "sinks", "softcap" },
       tune = {
+        { "wgmma",      { 0, 1 },                   "whether warpgroups multiply, with wgmma" },
         { "pack",       { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
                                                     "query heads of one key head in a tile" },
         { "warps",      { 2, 4, 8 },                "warps of a block" },
@@ -527,10 +529,21 @@ return {
           "products made over those of visible pairs, amid a long document" },
       },
       require = {
+        { "only Hopper has wgmma", function(c) return c.wgmma <= c.hopper end },
+        { "wgmma reads panels of 64 dims", function(c)
+            return c.wgmma == 0 or
+                   padded(c.head_dim_qk) % 64 == 0 and padded(c.head_dim_v) % 64 == 0
+          end },
         { "pack divides the GQA ratio", function(c) return c.gqa % c.pack == 0 end },
+        { "a warpgroup is four warps, each with 16 of its 64 rows", function(c)
+            return c.wgmma == 0 or c.warps % 4 == 0 and c.warp_rows == 16
+          end },
         { "a tile holds at least one query position", function(c) return c.pack <= c.rows end },
         { "the tiles fit the shared memory of a block", function(c)
             return c.shared_bytes <= c.most_shared_bytes
+          end },
+        { "wgmma reads queries where they lie", function(c)
+            return c.wgmma == 0 or c.q_in_regs == 0
           end },
         { "a multiprocessor has the threads for min_blocks", function(c)
             return c.min_blocks * c.threads <= 1536
@@ -546,6 +559,7 @@ return {
           end },
       },
       prefer = {
+        { "wgmma has not run on a device yet", function(c) return c.wgmma == 0 end },
         { "at most an eighth of the rows idles", function(c)
             return 8 * (c.rows - c.tile_tokens * c.pack) <= c.rows
           end },
@@ -610,6 +624,7 @@ return {
         { "dkv_blocks", { 1, 2, 3, 4 },      "blocks of dkv that a multiprocessor shall hold" },
       },
       derive = {
+        { "wgmma",      function() return 0 end, "warps multiply by themselves" },
         { "dq_rows",    function(c) return 16 * c.dq_tall * c.dq_warps end,
           "query rows of a tile of dq" },
         { "dq_tokens",  function(c) return c.dq_rows // c.dq_pack end,
@@ -749,6 +764,7 @@ return {
       fixed = { "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
                 "window_right", "f16" },
       tune = {},
+      derive = { { "wgmma", function() return 0 end, "nothing is multiplied" } },
       require = {},
       prefer = {},
       default = function() return {} end,

@@ -1026,6 +1026,98 @@ static void forward_of_all_shapes(void **state)
   for (size_t i = 0; i < COUNT(forward_shapes); i++) run_scene(&forward_shapes[i], run_forward);
 }
 
+// ---- Hopper -------------------------------------------------------------------------------------
+
+// Tiles of 64 rows, a warpgroup's, or two of them.
+#define GROUP      "wgmma=1,warps=4,warp_rows=16,q_in_regs=0,min_blocks=1,"
+#define TWO_GROUPS "wgmma=1,warps=8,warp_rows=16,q_in_regs=0,min_blocks=1,"
+#define ONE_HEAD(dims) "q_heads=2,kv_heads=1," dims ",dtype=bf16,"
+#define DIM_128     "head_dim_qk=128,head_dim_v=128"
+#define DIM_192_128 "head_dim_qk=192,head_dim_v=128"
+#define DIM_256     "head_dim_qk=256,head_dim_v=256"
+
+// Windows around multiples of a tile of keys and of 64; each way of loading and waiting; all widths
+// of panels.
+static const struct scene_row hopper_tiles[] = {
+  { WIDE_64 "window_left=31", GROUP "pack=2,block_k=32,stages=1,strip=1", 130, 1, 1, 130, 0,
+    false },
+  { WIDE_64 "window_left=32", GROUP "pack=2,block_k=32,stages=2,strip=1", 130, 1, 2, 100, 0,
+    false },
+  { WIDE_64 "window_left=63", GROUP "pack=2,block_k=48,stages=3,strip=1", 150, 2, 1, 70, 8, true },
+  { WIDE_64 "window_left=64", TWO_GROUPS "pack=1,block_k=16,stages=2,strip=1", 180, 1, 1, 170, 0,
+    true },
+  { WIDE_64 "window_left=62,window_right=3", TWO_GROUPS "pack=2,block_k=64,stages=1,strip=1", 130,
+    1, 1, 100, 1, true },
+  { WIDE_64 "window_left=32", GROUP "pack=2,block_k=64,stages=1,strip=1", 130, 1, 1, 60, 1,
+    false },                                                                          // one tile
+  { WIDE_64 "window_left=33", GROUP "pack=2,block_k=64,stages=1,strip=1", 130, 1, 1, 60, 0,
+    false },                                                                  // a key too wide
+  { WIDE_64 "window_left=unlimited,window_right=unlimited",
+    GROUP "pack=2,block_k=80,stages=2,strip=1", 90, 2, 1, 60, 8, true },
+  { WIDE_64 "window_left=0", GROUP "pack=1,block_k=16,stages=2,strip=1", 70, 1, 1, 70, 0, false },
+  { WIDE_64 "window_left=30,softcap=2,scale=-0.5", GROUP "pack=2,block_k=32,stages=2,strip=1", 80,
+    1, 1, 50, 0, false },
+  { WIDE_64 "window_left=99,scale=-0.2", TWO_GROUPS "pack=2,block_k=32,stages=2,strip=1", 120, 1, 1,
+    80, 0, false },
+  { GPT_64 "window_left=127", GROUP "pack=8,block_k=144,stages=1,strip=1", 200, 1, 1, 150, 0,
+    false },
+  { GPT_64 "window_left=20", GROUP "pack=4,block_k=16,stages=2,strip=1", 90, 3, 2, 20, 0, true },
+  { "q_heads=5,kv_heads=1,head_dim_qk=64,head_dim_v=64,dtype=f16,window_left=33",
+    GROUP "pack=5,block_k=32,stages=2,strip=1", 80, 1, 1, 80, 0, true },
+  { ONE_HEAD(DIM_128) "window_left=47", GROUP "pack=2,block_k=32,stages=2,strip=1", 110, 1, 1, 90,
+    0, false },
+  { ONE_HEAD(DIM_128) "window_left=80", TWO_GROUPS "pack=1,block_k=112,stages=1,strip=1", 140, 1, 1,
+    140, 1, true },
+  { ONE_HEAD("head_dim_qk=120,head_dim_v=50") "window_left=40",
+    GROUP "pack=2,block_k=48,stages=2,strip=1", 100, 1, 1, 80, 0, true },
+  { ONE_HEAD(DIM_192_128) "window_left=31,sinks=1", GROUP "pack=2,block_k=32,stages=2,strip=1", 90,
+    1, 1, 90, 8, false },
+  { ONE_HEAD(DIM_256) "window_left=20", GROUP "pack=2,block_k=32,stages=1,strip=1", 60, 1, 1, 60,
+    0, false },
+};
+
+static const struct scene_row hopper_strips[] = {
+  { WIDE_64 "window_left=32", GROUP "pack=2,block_k=64,stages=1,strip=1", 130, 1, 1, 100, 0,
+    false },
+  { WIDE_64 "window_left=32", GROUP "pack=2,block_k=64,stages=1,strip=4", 200, 1, 1, 190, 0,
+    false },
+  { WIDE_64 "window_left=9,window_right=7", TWO_GROUPS "pack=2,block_k=80,stages=1,strip=2", 200,
+    2, 1, 190, 1, true },
+  { GPT_64 "window_left=40", TWO_GROUPS "pack=8,block_k=64,stages=1,strip=8", 150, 1, 2, 140, 0,
+    true },
+  { ONE_HEAD(DIM_128) "window_left=16", GROUP "pack=2,block_k=48,stages=1,strip=2", 130, 1, 1, 120,
+    0, false },
+  { ONE_HEAD(DIM_192_128) "window_left=16", TWO_GROUPS "pack=2,block_k=80,stages=1,strip=2", 150,
+    1, 1, 150, 0, false },
+};
+
+static void need_hopper(void)
+{
+  struct swathe_problem problem;
+  struct sw_aim aim;
+  need_cuda();
+  swathe_problem_init(&problem);
+  check(swathe_problem_parse("target=cuda", &problem));
+  check(sw_context_aim(context, &problem, NULL, &aim));
+  if (!strcmp(aim.isa, "sm_90a")) return;
+  print_message("the device is of %s, wgmma is of sm_90a\n", aim.isa);
+  skip();
+}
+
+static void warpgroups_around_tiles(void **state)
+{
+  (void)state;
+  need_hopper();
+  for (size_t i = 0; i < COUNT(hopper_tiles); i++) run_scene(&hopper_tiles[i], run_forward);
+}
+
+static void warpgroups_in_strips(void **state)
+{
+  (void)state;
+  need_hopper();
+  for (size_t i = 0; i < COUNT(hopper_strips); i++) run_scene(&hopper_strips[i], run_forward);
+}
+
 // ---- Sums and copies ----------------------------------------------------------------------------
 
 static const char odd[] = "target=cuda,q_heads=3,kv_heads=3,head_dim_qk=20,head_dim_v=37,dtype=f16";
@@ -1274,6 +1366,13 @@ static int close_context(void **state)
   return scratch_remove(state);
 }
 
+// The emulated device becomes a Hopper; a real one stays what it is.
+static int open_hopper(void **state)
+{
+  setenv("EMULATOR_ARCH", "sm_90a", 1);
+  return open_context(state);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -1284,5 +1383,9 @@ int main(void)
     cmocka_unit_test(keys_are_packed),          cmocka_unit_test(gaps_are_filled),
     cmocka_unit_test(sums_become_wide),         cmocka_unit_test(heads_are_combined),
   };
-  return cmocka_run_group_tests(tests, open_context, close_context);
+  const struct CMUnitTest hopper[] = {
+    cmocka_unit_test(warpgroups_around_tiles),  cmocka_unit_test(warpgroups_in_strips),
+  };
+  return cmocka_run_group_tests(tests, open_context, close_context) +
+         cmocka_run_group_tests(hopper, open_hopper, close_context);
 }

@@ -9,6 +9,10 @@
 //   tiles, one after the other.  Their windows overlap: each key is loaded once, and before it is
 //   needed.
 //
+// With WGMMA four warps multiply together, 16 rows each; S and P lie in registers as they do
+// without.  Keys come by the same copies of 16 bytes (TMA wants rows evenly apart, and runs are
+// not), so all that products read is shown to them before the barrier that they wait at.
+//
 //   q, out   [batch][token][kv_heads * GQA][HEAD_DIM_QK or HEAD_DIM_V] elem, by strides
 //   lse      [batch][token][kv_heads * GQA] float, natural logarithm
 //   k, v     runs of keys, each with its first position
@@ -27,6 +31,7 @@ enum {
   K_BYTES  = TILE_BYTES(BLOCK_K, HEAD_DIM_QK),
   V_BYTES  = TILE_BYTES(BLOCK_K, HEAD_DIM_V),
   BLOCK_TOKENS = STRIP * TILE_TOKENS,
+  TOGETHER = WGMMA ? 64 : WARP_ROWS,   // rows that are multiplied by one instruction's warps
 };
 static_assert(Q_BYTES >= TILE_BYTES(ROWS, HEAD_DIM_QK) && Q_BYTES >= TILE_BYTES(ROWS, HEAD_DIM_V),
               "Q's place holds Q and out");
@@ -48,7 +53,8 @@ struct rows {
 // A warp's part of the tile.
 struct part {
   int row;                             // its first row
-  int q_begin, q_end;                  // its queries, counted from the tile's first
+  int q_begin, q_end;                  // its queries, counted from the tile's first; with WGMMA,
+                                       // those of the four warps
   float factor;                        // from a product q . k to its score, in powers of two
   unsigned flip;                       // signs of a pair of query elements: the factor has none
 };
@@ -58,6 +64,22 @@ struct part {
 
 // ---- scores -------------------------------------------------------------------------------------
 
+//@ if WGMMA == 1 then
+typedef unsigned queries;              // where the four warps' rows of the tile lie
+
+DEVICE void take_queries(queries &q, unsigned tile, unsigned) { q = tile; }
+
+DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigned k,
+                       unsigned flip) {
+  multiply_queries(s[0], q, k);
+  if (flip)
+#pragma unroll
+    for (int n = 0; n < 2 * STEPS_K; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) s[0][n][e] = -s[0][n][e];
+}
+
+//@ else
 //@ if Q_IN_REGS == 1 then
 typedef struct chunk queries[STEPS_QK][BANDS];
 //@ else
@@ -116,6 +138,7 @@ DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigne
   }
 }
 
+//@ end
 // The row of a lane's score and its key, counted from the tiles' firsts.
 DEVICE int row_of(const struct part &part, int m, int r) {
   return part.row + 16 * m + 8 * r + (int)(lane() >> 2);
@@ -218,6 +241,9 @@ DEVICE void round_weights(struct weights &w, float s[BANDS][2 * STEPS_K][4]) {
 
 // o += p v
 DEVICE void weigh_values(struct rows &rows, const struct weights &w, unsigned v) {
+//@ if WGMMA == 1 then
+  multiply_values(rows.o[0], w.p[0], v);
+//@ else
 #pragma unroll
   for (int n = 0; n < STEPS_K; n++)
 #pragma unroll
@@ -229,7 +255,19 @@ DEVICE void weigh_values(struct rows &rows, const struct weights &w, unsigned v)
         multiply(rows.o[m][2 * d + 1], w.p[m][n], b.word[2], b.word[3]);
       }
     }
+//@ end
 }
+
+// The first row that is multiplied together with the warp's.
+DEVICE int first_together(const struct part &part) { return part.row / TOGETHER * TOGETHER; }
+
+// Until what this thread asked for is there, but for its last groups, a constant, and products may
+// read it after the next barrier.
+//@ if WGMMA == 1 then
+#define rows_wait(groups) do { copy_wait(groups); show_products(); } while (0)
+//@ else
+#define rows_wait(groups) copy_wait(groups)
+//@ end
 
 // ---- results ------------------------------------------------------------------------------------
 
@@ -325,8 +363,8 @@ DEVICE void load_tile(unsigned q_tile, const struct sw_attention_args &args,
 DEVICE struct part part_of(const struct sw_attention_args &args, int tokens) {
   struct part part;
   part.row = (int)threadIdx.x / 32 * WARP_ROWS;
-  part.q_begin = part.row / PACK;
-  part.q_end = (part.row + WARP_ROWS - 1) / PACK + 1;
+  part.q_begin = first_together(part) / PACK;
+  part.q_end = (first_together(part) + TOGETHER - 1) / PACK + 1;
   if (part.q_end > tokens) part.q_end = tokens;
   float factor = SOFTCAP ? args.scale / args.softcap : args.scale * LOG2E;
   part.factor = larger(fabsf(factor), 1e-37f);   // not 0, which would undo UNSEEN
@@ -348,7 +386,11 @@ DEVICE void begin_rows(struct rows &rows) {
 
 // Until Q was read wherever the warp's rows of out will lie.
 DEVICE void queries_sync(void) {
+//@ if WGMMA == 1 then
+  if (PITCH(HEAD_DIM_QK) == PITCH(HEAD_DIM_V)) group_sync();   // four warps share a product
+//@ else
   if (PITCH(HEAD_DIM_QK) == PITCH(HEAD_DIM_V)) warp_sync();
+//@ end
   else block_sync();                              // rows of out lie across those of other warps
 }
 
@@ -412,8 +454,8 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
   for (int t = 0; t < STRIP; t++) {
     struct place place = place_again(all);
     if (tokens_of(place, t) <= 0) break;
-    if (t == 0) copy_wait(STRIP);                 // all but the first tile's V and what comes after
-    else copy_wait(0);
+    if (t == 0) rows_wait(STRIP);                 // all but the first tile's V and what comes after
+    else rows_wait(0);
     block_sync();                                 // Q and K are there; the tile before is done with
     unsigned q_tile = q_tiles + t % 2 * Q_BYTES;
     if (t + 1 < STRIP && tokens_of(place, t + 1) > 0)
@@ -431,14 +473,14 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
     if (seen) {
       float s[BANDS][2 * STEPS_K][4];
       queries q;
-      take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK), part.flip);
+      take_queries(q, q_tile + TILE_BYTES(first_together(part), HEAD_DIM_QK), part.flip);
       score_keys(s, q, k_rows + TILE_BYTES(t * TILE_TOKENS, HEAD_DIM_QK), part.flip);
       finish_scores(s, part, args, keys, band);
       exponentiate(s, part.factor, rows);
       round_weights(weights, s);
     }
     if (t == 0) {
-      copy_wait(STRIP);                           // the V of the first tile, for all warps
+      rows_wait(STRIP);                           // the V of the first tile, for all warps
       block_sync();
     }
     if (seen) weigh_values(rows, weights, v_rows + TILE_BYTES(t * TILE_TOKENS, HEAD_DIM_V));
@@ -478,15 +520,15 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
   begin_rows(rows);
   queries q;
 //@ if Q_IN_REGS == 1 then
-  copy_wait(2 * (STAGES > 1 ? STAGES - 1 : 1) - 1);
+  rows_wait(2 * (STAGES > 1 ? STAGES - 1 : 1) - 1);
   block_sync();
 //@ end
-  take_queries(q, q_tile + TILE_BYTES(part.row, HEAD_DIM_QK), part.flip);
+  take_queries(q, q_tile + TILE_BYTES(first_together(part), HEAD_DIM_QK), part.flip);
 
 #pragma unroll 1
   for (int stage = 0; keys.keys; stage = stage + 1 < STAGES ? stage + 1 : 0) {
     const unsigned k_tile = k_tiles + stage * K_BYTES, v_tile = v_tiles + stage * V_BYTES;
-    copy_wait(STAGES > 1 ? 2 * STAGES - 3 : 1);   // this tile's K is there, for all warps,
+    rows_wait(STAGES > 1 ? 2 * STAGES - 3 : 1);   // this tile's K is there, for all warps,
     block_sync();                                 // and the stage before it is free again
 //@ if STAGES > 1 then
     int free = stage > 0 ? stage - 1 : STAGES - 1;
@@ -516,7 +558,7 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
       exponentiate(s, part.factor, rows);
       round_weights(weights, s);
     }
-    copy_wait(STAGES > 1 ? 2 * STAGES - 2 : 1);
+    rows_wait(STAGES > 1 ? 2 * STAGES - 2 : 1);
     block_sync();                                 // its V too
     if (seen) weigh_values(rows, weights, v_tile);
 //@ if STAGES == 1 then
@@ -529,7 +571,7 @@ DEVICE void forward_block(const struct sw_cuda_args &all, const struct place &pl
 //@ end
     next_keys(keys, args.runs, BLOCK_K);
   }
-  copy_wait(0);                                   // Q at least is on its way where there is no key
+  rows_wait(0);                                   // Q at least is on its way where there is no key
   block_sync();
   finish_tile(q_tile, all, part, rows, 0);
 }

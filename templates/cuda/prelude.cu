@@ -16,7 +16,8 @@ typedef unsigned short elem;           // bfloat16 or, where F16, IEEE half prec
 #define NEVER  -2e38f
 #define LOWEST -1e38f
 
-extern __shared__ __align__(128) unsigned char shared_memory[];   // of the size the host was told
+// Of the size the host was told.  Swizzles of wgmma go by the bits of addresses.
+extern __shared__ __align__($(WGMMA == 1 and 1024 or 128)) unsigned char shared_memory[];
 
 DEVICE unsigned shared_start(void) {
   return (unsigned)__cvta_generic_to_shared(shared_memory);
@@ -253,7 +254,14 @@ DEVICE void grow_global(float *to, float x) {
 #define PITCH(dim)            (CHUNKS(dim) % 8 == 0 ? CHUNKS(dim) : CHUNKS(dim) | 1)
 #define TILE_BYTES(rows, dim) ((rows) * PITCH(dim) * 16)
 
+// (Tiles that wgmma reads start at multiples of 1024 bytes.  Eight rows are panels of 64 columns,
+// one behind the other, each of them as it stands in such a tile of 64 columns.)
+
 DEVICE unsigned chunk_at(unsigned tile, int dim, int row, int chunk) {
+//@ if WGMMA == 1 then
+  int panel = row / 8 * (PITCH(dim) / 8) + chunk / 8;
+  return tile + (unsigned)(panel * 1024 + row % 8 * 128 + ((chunk ^ row) & 7) * 16);
+//@ end
   if (PITCH(dim) % 8 == 0) chunk ^= row & 7;
   return tile + (unsigned)((row * PITCH(dim) + chunk) * 16);
 }
@@ -364,6 +372,86 @@ DEVICE const elem *elem_from(const char *base, const struct sw_view &view, sw_in
   return (const elem *)(base + (sw_int64)view.data) + head * view.head + batch * view.batch;
 }
 
+//@ if WGMMA == 1 then
+// ---- products of four warps ---------------------------------------------------------------------
+
+// A warpgroup multiplies 64 rows at once, 16 to a warp, and reads tiles of shared memory itself,
+// from beyond the order of what threads write there: they show it, then comes a barrier.
+DEVICE void show_products(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+DEVICE void group_sync(void) { some_sync(1 + (int)threadIdx.x / 128, 128); }
+
+// Tells products where a tile lies, from its row at `start`, a multiple of 8, on: 8 rows of 64
+// columns take 1024 bytes, and so far apart are the panels of 8 rows (of use where columns run
+// along the result); the next 8 rows follow after `apart` bytes; swizzled in lines of 128 bytes.
+DEVICE unsigned long long tile_words(unsigned start, unsigned apart) {
+  return (start & 0x3ffff) >> 4 | 1024 / 16 << 16 | (unsigned long long)(apart >> 4) << 32 |
+         1ull << 62;
+}
+
+//@ local type = F16 == 1 and "f32.f16.f16" or "f32.bf16.bf16"
+//@ local start = [["wgmma.fence.sync.aligned;\n"]]
+//@ local finish = [["wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n}"]]
+//@ local function list(count, item)
+//@   local items = {}
+//@   for i = 0, count - 1 do items[i + 1] = item(i) end
+//@   return concat(items, ", ")
+//@ end
+//@ local function numbers(first, count)
+//@   return list(count, function(i) return "%" .. first + i end)
+//@ end
+//@ local function sums(mode, name, count)
+//@   return list(count, function(i)
+//@     return format('"%s"(%s[%d][%d])', mode, name, i // 4, i % 4)
+//@   end)
+//@ end
+//@ local function words(name, count)
+//@   return list(count, function(i) return format('"r"(%s[%d].word[%d])', name, i // 4, i % 4) end)
+//@ end
+//@ local dims_qk, dims_v = (HEAD_DIM_QK + 15) // 16 * 16, (HEAD_DIM_V + 15) // 16 * 16
+
+// s = q k^T, of 64 rows of Q from `q` on and BLOCK_K of K; s as `multiply` has its c, one for every
+// 8 keys, of the caller's 16 rows.  For all threads of a warpgroup; it is done when they go on.
+DEVICE void multiply_queries(float s[][4], unsigned q, unsigned k) {
+//@ local count = BLOCK_K // 2
+  unsigned long long rows = tile_words(q, 128 * PITCH(HEAD_DIM_QK));
+  unsigned long long keys = tile_words(k, 128 * PITCH(HEAD_DIM_QK));
+  asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\n"
+               $(start)
+               "setp.ne.b32 add, %$(count + 2), 0;\n"
+//@ for d = 0, dims_qk // 16 - 1 do
+//@   local on = (d // 4 * 1024 + d % 4 * 32) // 16
+               "add.s64 a, %$(count), $(on);\n"
+               "add.s64 b, %$(count + 1), $(on);\n"
+               "wgmma.mma_async.sync.aligned.m64n$(BLOCK_K)k16.$(type) "
+               "{$(numbers(0, count))}, a, b, add, 1, 1, 0, 0;\n"
+//@   if d == 0 then
+               "setp.eq.b32 add, %$(count + 2), 0;\n"
+//@   end
+//@ end
+               $(finish)
+               : $(sums("=f", "s", count))
+               : "l"(rows), "l"(keys), "r"(0) : "memory");
+}
+
+// o += p v, of the caller's 16 rows of p, as operands of `multiply`, and BLOCK_K rows of V.
+DEVICE void multiply_values(float o[][4], const struct chunk p[], unsigned v) {
+//@ local count, weights = dims_v // 2, BLOCK_K // 4
+  unsigned long long values = tile_words(v, 128 * PITCH(HEAD_DIM_V));
+  asm volatile("{\n.reg .pred add;\n.reg .b64 b;\n"
+               $(start)
+               "setp.eq.b32 add, %$(count + weights + 1), 0;\n"
+//@ for n = 0, BLOCK_K // 16 - 1 do
+               "add.s64 b, %$(count + weights), $(n * 2 * dims_v);\n"
+               "wgmma.mma_async.sync.aligned.m64n$(dims_v)k16.$(type) "
+               "{$(numbers(0, count))}, {$(numbers(count + 4 * n, 4))}, b, add, 1, 1, 1;\n"
+//@ end
+               $(finish)
+               : $(sums("+f", "o", count))
+               : $(words("p", weights)),
+                 "l"(values), "r"(0) : "memory");
+}
+
+//@ end
 // ---- queries ------------------------------------------------------------------------------------
 
 // A block's work: a tile of TILE_TOKENS queries for some heads of one key head, of one item.
