@@ -856,7 +856,7 @@ static enum swathe_status make_comm(struct nccl *nccl, const struct swathe_nccl 
 {
   const struct sw_nccl_library *library = nccl->library;
   const double until_s = now_s() + nccl->deadline_s;
-  struct sw_nccl_config config = { sizeof config, (unsigned)CONFIG_MAGIC, CONFIG_VERSION, 0 };
+  struct sw_nccl_config config = { sizeof config, (unsigned)CONFIG_MAGIC, CONFIG_VERSION, 0, 0 };
   struct sw_nccl_id id;
 
   memcpy(&id, given->id, sizeof id);

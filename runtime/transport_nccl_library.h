@@ -20,6 +20,7 @@ struct sw_nccl_config {
   size_t size;
   unsigned magic, version;
   int blocking;
+  int end;                             // 0; it was padding
 };
 
 // Our name, the symbol, the parameters.  All return a result, 0 for success.

@@ -174,6 +174,39 @@ static void host_memory_travels_too(void **state)
   }
 }
 
+// Groups of growing size on two streams by turns: taken in another order, sizes would not fit.
+static enum swathe_status queue_on_two_streams(struct rank *rank)
+{
+  enum { GROUPS = 40 };
+  const int32_t peer = 1 - rank->number;
+  void *streams[2], *memory = NULL;
+  enum swathe_status status = swathe_memory_allocate(context, SWATHE_CUDA, 4096, &memory);
+  for (int s = 0; s < 2; s++)
+    if (cuda.stream_create(&streams[s], 1)) return SWATHE_DEVICE;
+  for (int i = 1; i <= GROUPS && !status; i++) {
+    const struct sw_transport_message messages[] = {
+      { memory, (size_t)(16 * i), peer, true, NULL },
+      { (char *)memory + 2048, (size_t)(16 * i), peer, false, NULL },
+    };
+    status = rank->transport->operations->enqueue(rank->transport, messages, 2, streams[i % 2]);
+  }
+  if (!status) status = swathe_transport_wait(rank->transport);
+  for (int s = 0; s < 2; s++) cuda.stream_synchronize(streams[s]);
+  for (int s = 0; s < 2; s++) cuda.stream_destroy(streams[s]);
+  swathe_memory_free(context, SWATHE_CUDA, memory);
+  return status;
+}
+
+static void groups_keep_their_order(void **state)
+{
+  struct rank ranks[2];
+  (void)state;
+  need_driver();
+  run_ranks(ranks, 2, 10, queue_on_two_streams);
+  for (int r = 0; r < 2; r++)
+    if (ranks[r].status) fail_msg("rank %d: %s", r, ranks[r].words);
+}
+
 static enum swathe_status gather_by_rank(struct rank *rank)
 {
   char mine[64] = { 0 }, all[64 * MOST_RANKS];
@@ -848,6 +881,7 @@ int main(void)
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(who_does_not_join_is_not_waited_for),
     cmocka_unit_test(host_memory_travels_too),
+    cmocka_unit_test(groups_keep_their_order),
     cmocka_unit_test(gathers_must_agree),
     cmocka_unit_test(errors_of_nccl_are_told),
     cmocka_unit_test(ranks_that_fail_are_waited_for_until_the_deadline),
