@@ -265,7 +265,7 @@ static void ranks_that_fail_are_waited_for_until_the_deadline(void **state)
   static const struct {
     const char *variable, *value, *words;  // words of one rank at least
   } cases[] = {
-    { "EMULATOR_NCCL_SILENT", "1:3", "rank 0 waited 1 s on the device for exchange 3 over NCCL "
+    { "EMULATOR_NCCL_SILENT", "1:3", "rank 0 waited 2 s on the device for exchange 3 over NCCL "
                                      "(8 bytes from rank 1, 8 bytes to rank 1)" },
     { "EMULATOR_NCCL_FAIL", "ncclGroupEnd:4=3", "failed to queue its messages, at exchange" },
     // up to four were counted before
@@ -278,7 +278,7 @@ static void ranks_that_fail_are_waited_for_until_the_deadline(void **state)
     struct rank ranks[2];
     int said = 0;
     setenv(cases[i].variable, cases[i].value, 1);
-    run_ranks(ranks, 2, 1, gather_twice);
+    run_ranks(ranks, 2, 2, gather_twice);
     unsetenv(cases[i].variable);
     for (int r = 0; r < 2; r++) {
       if (ranks[r].status != SWATHE_TIMEOUT && ranks[r].status != SWATHE_TRANSPORT)
@@ -363,7 +363,7 @@ static void *lend(void *arg)
   rank->status = swathe_device_use(context, rank->number);
   if (nccl.init(&lender->comm, 2, lender->id, rank->number)) rank->status = SWATHE_TRANSPORT;
   const struct swathe_nccl given = { .communicator = lender->comm, .abort = abort_own,
-                                     .user = lender, .deadline_s = 0.3 };
+                                     .user = lender, .deadline_s = 1 };
   if (!rank->status) rank->status = swathe_nccl_create(&given, &rank->transport);
   if (!rank->status) rank->status = gather_twice(rank);
   if (!rank->status && lender->absent && rank->number == 0) {
@@ -371,7 +371,7 @@ static void *lend(void *arg)
     rank->status = swathe_transport_gather(rank->transport, &mine, 1, all);
   }
   if (rank->status) snprintf(rank->words, WORDS, "%s", swathe_error());
-  if (lender->absent && rank->number == 1) pause_ms(600);
+  if (lender->absent && rank->number == 1) pause_ms(1500);
   swathe_transport_destroy(rank->transport);
   // still the lender's: it knows its ranks and can be destroyed, once
   if (!lender->aborts && (nccl.count(lender->comm, &ranks) || ranks != 2 ||
@@ -414,7 +414,7 @@ static void its_lender_aborts_it(void **state)
   lend_to_two(lenders, true);
   assert_int_equal(lenders[0].rank.status, SWATHE_TIMEOUT);
   assert_int_equal(lenders[0].aborts, 1);
-  expect_words(lenders[0].rank.words, "rank 0 waited 0.3 s on the device for exchange 5");
+  expect_words(lenders[0].rank.words, "rank 0 waited 1 s on the device for exchange 5");
   expect_words(lenders[0].rank.words, lenders[0].why);
 }
 
@@ -643,6 +643,11 @@ static void lay_table(double deadline_s)
   table.problem.ranks = 2;
   table.sequence = sequence_make(&table.problem, &table.sharding, 11, 1);
   sequence_solve_rounded(table.sequence);
+  // compiles what the ranks will load, before there are deadlines
+  struct swathe_layer *layer = NULL;
+  expect_ok(swathe_device_use(context, 0));
+  expect_ok(sw_layer_create(context, &table.problem, NULL, table_configs, 3, &layer));
+  swathe_layer_destroy(layer);
   expect_ok(swathe_nccl_id(id));
   for (int32_t r = 0; r < 2; r++) {
     table.seats[r].share =
@@ -782,7 +787,7 @@ static void graphs_replay_and_their_deadline_holds(void **state)
   void *graphs[2];
   (void)state;
   need_kernels();
-  lay_table(1);
+  lay_table(6);
   for (int32_t r = 0; r < 2; r++) graphs[r] = capture_both(turn_to(r));
   for (int replay = 0; replay < 3; replay++) {
     spoil();
@@ -805,7 +810,7 @@ static void graphs_replay_and_their_deadline_holds(void **state)
   expect_ok(swathe_stream_synchronize(context, SWATHE_CUDA, seat->stream));  // it does not hang
   assert_int_equal(swathe_layer_forward(seat->layer, &seat->tensors, seat->stream),
                    SWATHE_TIMEOUT);
-  expect_words(swathe_error(), "rank 1 waited 1 s on the device for exchange");
+  expect_words(swathe_error(), "rank 1 waited 6 s on the device for exchange");
   expect_words(swathe_error(), "bytes from rank 0");
   for (int32_t r = 0; r < 2; r++) expect_success(cuda.graph_exec_destroy(graphs[r]), "destroy");
   clear_table();
@@ -818,12 +823,12 @@ static void a_rank_that_does_not_come_is_named(void **state)
   char words[WORDS];
   (void)state;
   need_kernels();
-  lay_table(0.5);
+  lay_table(3);
   struct seat *seat = turn_to(1);
   expect_ok(swathe_layer_forward(seat->layer, &seat->tensors, seat->stream));
   assert_int_equal(swathe_transport_wait(seat->rank.transport), SWATHE_TIMEOUT);
   snprintf(words, sizeof words, "%s", swathe_error());
-  expect_words(words, "rank 1 waited 0.5 s on the device for exchange");
+  expect_words(words, "rank 1 waited 3 s on the device for exchange");
   expect_words(words, "16128 bytes from rank 0");   // 63 keys of 2 * 64 elements of 2 bytes
   expect_ok(swathe_stream_synchronize(context, SWATHE_CUDA, seat->stream));
   for (int i = 0; i < 2; i++) {

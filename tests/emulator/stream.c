@@ -92,6 +92,15 @@ static void wait_until(struct stream *stream, uint64_t due_ns)
 static void set_elements(const struct stream_task *task)
 {
   unsigned char *at = task->into;
+  // one word is written at once: the host may be looking
+  if (task->bytes == 1 && task->element_bytes == 8) {
+    __atomic_store_n((uint64_t *)task->into, task->value, __ATOMIC_RELEASE);
+    return;
+  }
+  if (task->bytes == 1 && task->element_bytes == 4) {
+    __atomic_store_n((uint32_t *)task->into, (uint32_t)task->value, __ATOMIC_RELEASE);
+    return;
+  }
   for (size_t i = 0; i < task->bytes; i++)
     memcpy(at + i * (size_t)task->element_bytes, &task->value, (size_t)task->element_bytes);
 }
