@@ -417,7 +417,9 @@ class Check:
 
     def save(self):
         path = os.path.join(self.out, self.file_name() + ".txt")
-        document = {"device": self.device, "grade": "EMULATED" if self.emulated else "measured",
+        grade = ("EMULATED" if self.emulated else
+                 "nothing ran" if self.device == "no device" else "measured")
+        document = {"device": self.device, "grade": grade,
                     "steps": self.steps}
         with open(path, "w", encoding="utf-8") as file:
             file.write("\n".join(self.lines) + "\n---- json\n")
