@@ -15,11 +15,15 @@ import json
 import os
 import re
 import signal
-import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
+
+try:
+    import sqlite3
+except ImportError:  # some pythons are built without
+    sqlite3 = None
 
 ALL_S = 470  # of all steps together
 SOURCES = os.path.realpath(os.path.join(os.path.dirname(__file__), "..", ".."))
@@ -398,8 +402,8 @@ class Check:
                 os.remove(self.database + ending)
 
     def fold_database(self):
-        """Into one file, that can be published."""
-        if not os.path.exists(self.database):
+        """Into one file, that can be published; without sqlite3 its log stays beside it."""
+        if not sqlite3 or not os.path.exists(self.database):
             return
         database = sqlite3.connect(self.database)
         busy = database.execute("PRAGMA journal_mode=DELETE").fetchone()[0] != "delete"
