@@ -720,7 +720,8 @@ static void drop_comm(struct nccl *nccl)
   else library->destroy(comm);
 }
 
-static void free_all(struct nccl *nccl)
+// `busy`: streams may still write, so what they write to stays behind.
+static void free_all(struct nccl *nccl, bool busy)
 {
   const __typeof__(nccl->library->driver) *driver = &nccl->library->driver;
 
@@ -735,8 +736,8 @@ static void free_all(struct nccl *nccl)
     drop_comm(nccl);
     if (nccl->stream) driver->stream_destroy(nccl->stream);
     if (nccl->queued) driver->event_destroy(nccl->queued);
-    if (nccl->staging) driver->release(nccl->staging);
-    if (nccl->progress) driver->release_host(nccl->progress);
+    if (nccl->staging && !busy) driver->release(nccl->staging);
+    if (nccl->progress && !busy) driver->release_host(nccl->progress);
     leave(nccl);
   }
   pthread_cond_destroy(&nccl->changed);
@@ -760,11 +761,7 @@ static void destroy(struct swathe_transport *transport)
       nap();
     leave(nccl);
   }
-  if (result == NOT_READY) {
-    nccl->progress = NULL;
-    nccl->staging = 0;
-  }
-  free_all(nccl);
+  free_all(nccl, result == NOT_READY);
 }
 
 static const struct sw_transport_operations operations = {
@@ -917,7 +914,7 @@ enum swathe_status swathe_nccl_create(const struct swathe_nccl *given,
   status = given->communicator ? borrow_comm(nccl, given, device) : make_comm(nccl, given);
   if (!status) status = make_room(nccl);
   if (!status) status = start_watch(nccl);
-  if (status) free_all(nccl);
+  if (status) free_all(nccl, false);
   else *transport = &nccl->transport;
   return status;
 }
