@@ -488,7 +488,7 @@ static void layers_are_right_and_bit_equal(void **state)
 
 // Tiles of 16 tokens of two heads each, so that a halo has the keys of several.
 static const char small_tiles[] =
-    "pack=2,warps=2,warp_rows=16,block_k=16,stages=2,strip=1,q_in_regs=0,min_blocks=1";
+    "wgmma=0,pack=2,warps=2,warp_rows=16,block_k=16,stages=2,strip=1,q_in_regs=0,min_blocks=1";
 
 // However keys travel, over NCCL or host memory: the same bits.
 static void every_exchange_gives_the_same_bits(void **state)
