@@ -15,7 +15,7 @@ struct cli_group {
   // Filled by cli_group_run where rank 0 is; [repeat] of the slowest rank, [ranks] of the last
   // repetition.
   double *forward_us, *backward_us;
-  double *forward_wait_us, *backward_wait_us;  // longest of any rank
+  double *forward_wait_us, *backward_wait_us;  // longest of any rank; NaN: not measured
   struct swathe_timing *forward, *backward;
   int64_t *memory_bytes;                       // [ranks] of the layers beside the tensors
   char explain[4096];                          // rank 0's

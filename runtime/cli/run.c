@@ -5,6 +5,7 @@
 #include "report.h"
 
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -243,7 +244,8 @@ static void print_times(const char *name, const double *us, const double *wait_u
   printf("  %-9s %s", name, cli_report_time(times.best_us).text);
   if (repeat > 1)
     printf(" best, %s median of %" PRId64, cli_report_time(times.median_us).text, repeat);
-  printf("; waited for the wire %s\n", cli_report_time(times.wait_us).text);
+  if (isnan(times.wait_us)) printf("; streams wait for the wire, which is not measured\n");
+  else printf("; waited for the wire %s\n", cli_report_time(times.wait_us).text);
 }
 
 static void print_text(const struct cli_args *args, const struct cli_group *group,
