@@ -21,12 +21,19 @@ static int set_up(void **state)
   return root ? 0 : -1;
 }
 
-static struct swathe_context *open_context(const char *database)
+static struct swathe_context *open_for(const char *database, const char *isa)
 {
-  const struct swathe_options options = { .cache = root, .threads = 2, .database = database };
+  const struct swathe_options options = {
+    .cache = root, .threads = 2, .database = database, .isa = isa
+  };
   struct swathe_context *context = NULL;
   if (swathe_open(&options, &context)) fail_msg("%s", swathe_error());
   return context;
+}
+
+static struct swathe_context *open_context(const char *database)
+{
+  return open_for(database, NULL);
 }
 
 static struct swathe_problem problem_of(int64_t tokens_per_rank)
@@ -137,6 +144,66 @@ static void near_picks_have_the_same_hops_and_about_the_size(void **state)
   }
 }
 
+// The isa that a context takes.
+static void isa_of(const char *isa, char name[32])
+{
+  const struct swathe_problem problem = problem_of(256);
+  struct swathe_context *context = open_for(NULL, isa);
+  struct sw_aim aim;
+  assert_int_equal(sw_context_aim(context, &problem, NULL, &aim), SWATHE_OK);
+  snprintf(name, 32, "%s", aim.isa);
+  swathe_close(context);
+}
+
+// B41: one database with a pick for each of two isas, as of two kinds of machines: each finds its
+// own; one that the file does not know yet takes the default.
+static void each_isa_finds_its_own_pick(void **state)
+{
+  const struct swathe_problem problem = problem_of(256);
+  const char *const isas[2] = { NULL, "generic" };  // NULL: the best of this machine
+  char path[96], best[32], first[512], configs[2][512], chosen[512], why[512];
+  (void)state;
+
+  isa_of(NULL, best);
+  if (!strcmp(best, "generic")) {
+    print_message("this machine has one isa\n");
+    skip();
+  }
+  snprintf(path, sizeof path, "%s/%d.db", root, databases++);
+  for (int i = 0; i < 2; i++) {
+    struct swathe_context *context = open_for(path, isas[i]);
+    struct nth nth = { .left = 2 + i };
+    struct sw_db_environment environment;
+    struct sw_aim aim;
+    struct sw_db *db = NULL;
+    int64_t session;
+    assert_int_equal(swathe_db_best(context, &problem, SWATHE_FORWARD, first, sizeof first, why,
+                                    sizeof why), SWATHE_OK);
+    expect_why(why, "default");  // of what the other isa has nothing is taken
+    assert_int_equal(swathe_configs(context, &problem, SWATHE_FORWARD, NULL, false, take_nth, NULL,
+                                    &nth), SWATHE_OK);
+    snprintf(configs[i], sizeof configs[i], "%s", nth.config);
+    assert_string_not_equal(configs[i], first);
+    assert_int_equal(sw_context_aim(context, &problem, NULL, &aim), SWATHE_OK);
+    sw_context_environment(context, &aim, &environment);
+    assert_int_equal(sw_db_open(path, SW_DB_WRITE, &db), SWATHE_OK);
+    assert_int_equal(sw_db_session_begin(db, "a test", 1, &session), SWATHE_OK);
+    const struct sw_db_row row = { &problem, "forward", &environment, configs[i] };
+    const struct sw_db_pick pick = { 1, 2, 0.5, .complete = true };
+    assert_int_equal(sw_db_put_pick(db, session, &row, &pick), SWATHE_OK);
+    sw_db_close(db);
+    swathe_close(context);
+  }
+  for (int i = 0; i < 2; i++) {
+    struct swathe_context *context = open_for(path, isas[i]);
+    assert_int_equal(swathe_db_best(context, &problem, SWATHE_FORWARD, chosen, sizeof chosen, why,
+                                    sizeof why), SWATHE_OK);
+    expect_why(why, "exact pick");
+    assert_string_equal(chosen, configs[i]);
+    swathe_close(context);
+  }
+}
+
 // A database is only data: what the generator would not have made is not used, and the reason is
 // said.
 static void configs_the_generator_refuses_are_passed_over(void **state)
@@ -185,6 +252,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(near_picks_have_the_same_hops_and_about_the_size),
+    cmocka_unit_test(each_isa_finds_its_own_pick),
     cmocka_unit_test(configs_the_generator_refuses_are_passed_over),
     cmocka_unit_test(hops_follow_from_window_and_shares),
   };

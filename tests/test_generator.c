@@ -378,7 +378,7 @@ static void configs_come_in_declared_order(void **state)
   free(text);
 }
 
-// 6^12 points, 10 000 valid: every point is accounted for, within the box's memory and steps.
+// B27: 6^12 points, 10 000 valid: every point is accounted for, within the box's memory and steps.
 static void huge_space_is_accounted_for(void **state)
 {
   (void)state;
@@ -389,7 +389,7 @@ static void huge_space_is_accounted_for(void **state)
   assert_int_equal(refusals.points, INT64_C(2176782336) - 10000);
 }
 
-// 6^12 valid points: only a lazy walk gives the first ones; several walks do not disturb each
+// B27: 6^12 valid points: only a lazy walk gives the first ones; several walks do not disturb each
 // other.
 static void walks_are_lazy(void **state)
 {
@@ -461,7 +461,7 @@ static void crossed_config(const struct line_list *list, char *config)
   }
 }
 
-// The walk and the predicate are one: on 10 000 points they say the same.
+// B27: the walk and the predicate are one: on 10 000 points they say the same.
 static void walk_and_check_agree(void **state)
 {
   (void)state;

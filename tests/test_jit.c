@@ -27,6 +27,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "gen.h"
 #include "jit.h"
 
 // ---- The world, as the tests want it -----------------------------------------------------------
@@ -393,6 +394,74 @@ static void key_of(const char *command, const struct sw_jit_request *what, char 
   sw_jit_close(jit);
 }
 
+// A random problem: of each field one of a few values, so that many pairs share a kernel.
+static void random_problem(uint32_t *random, struct swathe_problem *problem)
+{
+  static const char *const fields[][3] = {
+    { "q_heads=4,kv_heads=2", "q_heads=8,kv_heads=4", "q_heads=4,kv_heads=1" },
+    { "head_dim_qk=64", "head_dim_qk=64", "head_dim_qk=72" },
+    { "head_dim_v=64", "head_dim_v=64", "head_dim_v=40" },
+    { "window_left=127", "window_left=127", "window_left=128" },
+    { "window_right=0", "window_right=0", "window_right=3" },
+    { "dtype=f32", "dtype=f32", "dtype=bf16" },
+    { "sinks=0", "sinks=0", "sinks=1" },
+    { "softcap=0", "softcap=30", "softcap=50" },
+    { "scale=0", "scale=0.5", "scale=2" },
+    { "ranks=1", "ranks=2", "ranks=8" },
+    { "layout=contiguous", "layout=zigzag", "layout=contiguous" },
+    { "tokens_per_rank=1024", "tokens_per_rank=4096", "tokens_per_rank=8192" },
+  };
+  char text[512] = "";
+  for (size_t f = 0; f < sizeof fields / sizeof *fields; f++) {
+    *random = *random * 1664525 + 1013904223;
+    if (f) strcat(text, ",");
+    strcat(text, fields[f][(*random >> 16) % 3]);
+  }
+  swathe_problem_init(problem);
+  if (swathe_problem_parse(text, problem)) fail_msg("%s: %s", text, swathe_error());
+}
+
+// B12: of 10 000 pairs of emitted kernels those that differ in anything have different keys, and
+// no others; problems that need different kernels are different rows of a tuning database.
+static void keys_follow_what_is_compiled(void **state)
+{
+  enum { COUNT = 143 };
+  static struct { struct sw_gen_source source; char key[65], problem[512]; } all[COUNT];
+  struct sw_gen *gen;
+  uint32_t random = 1;
+  int64_t pairs = 0, same = 0;
+  (void)state;
+
+  assert_int_equal(sw_gen_open(NULL, &gen), SWATHE_OK);
+  for (int i = 0; i < COUNT; i++) {
+    const char *isa = i % 3 ? "avx2" : "generic";
+    struct swathe_problem problem;
+    char config[SW_CONFIG_TEXT];
+    random_problem(&random, &problem);
+    const struct sw_gen_request about = { &problem, i % 2 ? "forward" : "backward", isa };
+    if (sw_gen_default(gen, &about, config) || sw_gen_emit(gen, &about, config, &all[i].source))
+      fail_msg("%s", swathe_error());
+    swathe_problem_format(&problem, all[i].problem, sizeof all[i].problem);
+    const struct sw_jit_request what = { .name = about.kernel, .source = all[i].source.text,
+                                         .flags = all[i].source.flags, .isa = isa };
+    key_of(compiler, &what, all[i].key);
+  }
+  for (int i = 0; i < COUNT; i++)
+    for (int j = 0; j < i; j++, pairs++) {
+      const bool equal = !strcmp(all[i].source.text, all[j].source.text) &&
+                         !strcmp(all[i].source.flags, all[j].source.flags);
+      same += equal;
+      if (equal == (strcmp(all[i].key, all[j].key) != 0))
+        fail_msg("%s and %s: %s texts, %s keys", all[i].problem, all[j].problem,
+                 equal ? "equal" : "different", equal ? "different" : "equal");
+      if (!equal && i % 6 == j % 6) assert_string_not_equal(all[i].problem, all[j].problem);
+    }
+  for (int i = 0; i < COUNT; i++) sw_gen_source_free(&all[i].source);
+  sw_gen_close(gen);
+  print_message("%lld pairs, %lld of the same kernel\n", (long long)pairs, (long long)same);
+  assert_true(pairs >= 10000 && same >= 20);
+}
+
 static void key_holds_everything(void **state)
 {
   char keys[7][65], more[160];
@@ -606,6 +675,7 @@ static void anothers_entry_is_a_miss(void **state)
   speak(saved);
 }
 
+// B13
 static void entry_that_does_not_load_is_compiled_once_more(void **state)
 {
   char path[256], aside[256];
@@ -1311,6 +1381,7 @@ int main(void)
     TEST(origins_are_remembered),
     TEST(real_compiler_and_images_outlive_the_jit),
     TEST(key_holds_everything),
+    TEST(keys_follow_what_is_compiled),
     TEST(compiler_is_chosen_in_order),
     TEST(every_damage_is_a_miss),
     TEST(anothers_entry_is_a_miss),

@@ -21,7 +21,7 @@
 #include "lease.h"
 #include "scratch.h"
 
-enum { WRONG = 1, CRASH, HANG, NO_COMPILE, SKIPS_TAIL, SLOW, GREEDY, WAYS };
+enum { WRONG = 1, CRASH, HANG, NO_COMPILE, SKIPS_TAIL, SLOW, GREEDY, EXITS, WAYS };
 
 static const char *root;
 static char generator[64];
@@ -47,7 +47,7 @@ static const char spaces[] =
     "    for _, name in ipairs(knobs) do if c[name] ~= wanted[name] then return false end end\n"
     "    return true\n"
     "  end })\n"
-    "  table.insert(space.tune, { 'sabotage', { 0, 1, 2, 3, 4, 5, 6, 7 }, 'how the kernel is "
+    "  table.insert(space.tune, { 'sabotage', { 0, 1, 2, 3, 4, 5, 6, 7, 8 }, 'how the kernel is "
     "spoilt' })\n"
     "  space.default = function(c) local d = default(c); d.sabotage = 0; return d end\n"
     "end\n"
@@ -57,10 +57,12 @@ static const char spoilt[] =
     "\n//@ if SABOTAGE ~= 0 then\n"
     "#undef forward\n"
     "#undef forward_workspace\n"
+    "void _exit(int);\n"
     "void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void "
     "*workspace)\n"
     "{\n"
     "  if (SABOTAGE == 2) *(volatile int *)0 = 1;\n"
+    "  if (SABOTAGE == 8) _exit(137);\n"
     "  while (SABOTAGE == 3) *(volatile char *)workspace = 1;\n"
     "//@ if SABOTAGE == 4 then\n"
     "  this does not compile;\n"
@@ -138,6 +140,7 @@ static void note_verdict(void *arg, const struct swathe_sample *sample)
   snprintf(verdicts->words[way], sizeof verdicts->words[way], "%s", sample->words);
 }
 
+// B15, B30, B31
 static void spoilt_candidates_never_win(void **state)
 {
   const struct swathe_problem problem = small_problem();
@@ -157,6 +160,7 @@ static void spoilt_candidates_never_win(void **state)
   assert_non_null(strstr(verdicts.words[WRONG], "lse of token 0"));
   assert_string_equal(verdicts.of[CRASH], "crash");
   assert_non_null(strstr(verdicts.words[CRASH], "signal 11"));
+  assert_string_equal(verdicts.of[EXITS], "crash");
   assert_string_equal(verdicts.of[HANG], "timeout");
   assert_string_equal(verdicts.of[NO_COMPILE], "compile");
   assert_non_null(strstr(verdicts.words[NO_COMPILE], "templates/cpu/forward.c:"));
@@ -165,7 +169,7 @@ static void spoilt_candidates_never_win(void **state)
   assert_string_equal(verdicts.of[GREEDY], "oom");
   assert_non_null(strstr(verdicts.words[GREEDY], "workspace"));
   assert_int_equal(tuned[0].rejected, 2);
-  assert_int_equal(tuned[0].failed, 4);
+  assert_int_equal(tuned[0].failed, 5);
   assert_non_null(strstr(tuned[0].config, "sabotage=0"));
   assert_true(tuned[0].default_us > 0);
   const double share = tuned[0].limit_share;
@@ -182,6 +186,33 @@ static void spoilt_candidates_never_win(void **state)
   assert_int_equal(tuned[0].tried, 0);
   assert_true(tuned[0].limit_share > 0.999 * share && tuned[0].limit_share < 1.001 * share);
   swathe_close(context);
+}
+
+// B39: another process, through the public face, finds what was tuned here.
+static void a_fresh_process_finds_what_was_tuned(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  struct swathe_context *context = open_context("verdicts.db");
+  const struct swathe_tune_options options = {
+    .budget_s = 300, .trial_s = 2, .memory_bytes = 512 << 20, .forward = true
+  };
+  const char *command = getenv("TEST_COMMAND");
+  struct swathe_tuned tuned[2];
+  char text[512], path[64];
+  (void)state;
+
+  assert_non_null(command);
+  if (swathe_tune(context, &problem, &options, tuned)) fail_msg("%s", swathe_error());
+  swathe_close(context);
+  swathe_problem_format(&problem, text, sizeof text);
+  scratch_shell("SWATHE_GENERATOR_DIR=%s '%s' db best forward --problem %s --threads 1 --json "
+                "--database %s/verdicts.db --cache %s/cache >%s/best.json",
+                generator, command, text, root, root, root);
+  snprintf(path, sizeof path, "%s/best.json", root);
+  char *found = scratch_read(path);
+  assert_non_null(strstr(found, tuned[0].config));
+  assert_non_null(strstr(found, "exact pick"));
+  free(found);
 }
 
 // ---- Stop and resume --------------------------------------------------------------------------
@@ -202,6 +233,7 @@ static void stop_after(void *arg, const struct swathe_progress *progress)
   if (progress->tried >= stopper->after) stopper->stop = 1;
 }
 
+// B37
 static void a_stopped_search_resumes(void **state)
 {
   const struct swathe_problem problem = small_problem();
@@ -392,6 +424,7 @@ int main(void)
 {
   const struct CMUnitTest tests[] = {
     cmocka_unit_test(spoilt_candidates_never_win),
+    cmocka_unit_test(a_fresh_process_finds_what_was_tuned),
     cmocka_unit_test(a_stopped_search_resumes),
     cmocka_unit_test(a_finished_pick_outlives_a_stopped_search),
     cmocka_unit_test(a_budget_is_kept),
