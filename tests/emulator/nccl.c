@@ -478,7 +478,13 @@ static ncclResult_t end_group(void)
 
 API ncclResult_t ncclGroupEnd(void)
 {
-  ENTER;
+  ncclResult_t fails = injected(__func__);
+  if (fails) {
+    free(entries);
+    entries = NULL;
+    entry_count = depth = 0;
+    return fails;
+  }
   if (!depth) return refuse(ncclInvalidUsage, "ncclGroupEnd with no ncclGroupStart");
   return --depth ? ncclSuccess : end_group();
 }
