@@ -17,13 +17,14 @@
 #include "oracle.h"
 
 enum { PEERS = 12, MOST_VALUES = 16, START_LIMIT_S = 400, RUN_LIMIT_S = 300 };
-enum task { FORWARD, BF16, BACKWARD, TASKS };
-static const char letters[TASKS + 1] = "fbg";        // forward, bf16, gradients
-static const char *const task_names[TASKS] = { "forward", "bf16", "backward" };
+enum task { FORWARD, BF16, BACKWARD, BACKWARD_BF16, TASKS };
+static const char letters[TASKS + 1] = "fbgh";       // forward, bf16, gradients, half of their bits
+static const char *const task_names[TASKS] = { "forward", "bf16", "backward", "backward-bf16" };
 static const char *const task_titles[TASKS] = {
   "forward, fp32: useful GF/s (4 D flops per visible pair and head), and swathe over the peer",
   "forward, bf16: useful GF/s (4 D flops per visible pair and head), and swathe over the peer",
   "backward, fp32: useful GF/s (10 D flops per visible pair and head), and swathe over the peer",
+  "backward, bf16: useful GF/s (10 D flops per visible pair and head), and swathe over the peer",
 };
 
 static struct peer {
@@ -37,7 +38,7 @@ static struct peer {
   double log_sum[TASKS][2], least[TASKS][2];        // of ratios: window < 1024, >= 1024
   int ratios[TASKS][2];
 } peers[PEERS] = {
-  { .name = "swathe", .worker = "worker_swathe", .tasks = "fbg" },
+  { .name = "swathe", .worker = "worker_swathe", .tasks = "fbgh" },
   { .name = "oneDNN", .worker = "worker_gemm", .argument = "libdnnl.so.2", .tasks = "f" },
   { .name = "oneDNN-2", .worker = "worker_gemm", .argument = "", .tasks = "f" },
   { .name = "OpenBLAS", .worker = "worker_gemm", .argument = "libopenblas.so.0", .tasks = "f",
@@ -47,9 +48,9 @@ static struct peer {
     .setting = "-OPENBLAS_CORETYPE" },
   { .name = "ggml", .worker = "worker_ggml", .tasks = "f" },
   { .name = "torch-mask", .worker = "worker_torch.py", .argument = "mask", .tasks = "fb" },
-  { .name = "torch-bmm", .worker = "worker_torch.py", .argument = "bmm", .tasks = "fbg" },
-  { .name = "torch-sdpa", .worker = "worker_torch.py", .argument = "sdpa", .tasks = "fbg" },
-  { .name = "torch-flex", .worker = "worker_torch.py", .argument = "flex", .tasks = "fbg" },
+  { .name = "torch-bmm", .worker = "worker_torch.py", .argument = "bmm", .tasks = "fbgh" },
+  { .name = "torch-sdpa", .worker = "worker_torch.py", .argument = "sdpa", .tasks = "fbgh" },
+  { .name = "torch-flex", .worker = "worker_torch.py", .argument = "flex", .tasks = "fbgh" },
 };
 
 static struct options {
@@ -66,7 +67,8 @@ static struct options {
 
 static const char help[] =
   "peers WORKERS [options]: swathe beside other sliding-window attention on this processor\n"
-  "  --task LIST     of forward, bf16, backward          all\n"
+  "  --task LIST     of forward, bf16, backward,\n"
+  "                  backward-bf16                       all\n"
   "  --window LIST   keys a query sees, its own included 128,1024,4096\n"
   "  --dim LIST      head dims                           64,128,256\n"
   "  --gqa LIST      query heads of a key head           1,8\n"
@@ -90,6 +92,15 @@ static void read_list(const char *text, long values[MOST_VALUES])
   }
 }
 
+// Is `name` one of the words of a list?
+static bool lists(const char *list, const char *name)
+{
+  const size_t length = strlen(name);
+  for (const char *at = list; (at = strstr(at, name)); at += length)
+    if ((at == list || at[-1] == ',') && (!at[length] || at[length] == ',')) return true;
+  return false;
+}
+
 static void read_options(int argc, char **argv)
 {
   static const struct option known[] = {
@@ -102,7 +113,7 @@ static void read_options(int argc, char **argv)
     switch (letter) {
       case 't':
         chosen = true;
-        for (int t = 0; t < TASKS; t++) options.tasks[t] |= strstr(optarg, task_names[t]) != NULL;
+        for (int t = 0; t < TASKS; t++) options.tasks[t] |= lists(optarg, task_names[t]);
         break;
       case 'w': read_list(optarg, options.windows); break;
       case 'd': read_list(optarg, options.dims); break;
@@ -176,10 +187,7 @@ static bool takes_part(const struct peer *peer, enum task task)
 {
   if (!peer->name || !strchr(peer->tasks, letters[task])) return false;
   if (!options.only || peer == peers) return true;
-  const size_t length = strlen(peer->name);
-  for (const char *at = options.only; (at = strstr(at, peer->name)); at += length)
-    if ((at == options.only || at[-1] == ',') && (!at[length] || at[length] == ',')) return true;
-  return false;
+  return lists(options.only, peer->name);
 }
 
 static void enter(struct peer *peer, enum task task, const struct peers_case *given)
@@ -359,7 +367,8 @@ static bool print_table(enum task task)
     for (const long *dim = options.dims; *dim; dim++)
       for (const long *group = options.groups; *group; group++) {
         const struct peers_case given = {
-          .backward = task == BACKWARD, .bf16 = task == BF16,
+          .backward = task == BACKWARD || task == BACKWARD_BF16,
+          .bf16 = task == BF16 || task == BACKWARD_BF16,
           .tokens = options.tokens, .window = *window, .dim = (int)*dim,
           .q_heads = *group == 1 ? 4 : (int)*group, .kv_heads = *group == 1 ? 4 : 1 };
         if (!measure(task, &given)) return false;
