@@ -1043,8 +1043,9 @@ static int run_wgmma(const char *fault, int width, int a_rows, int b_rows, int a
     settings[0], settings[1], settings[2], settings[3],
     strcmp(fault, "fence") ? "-DFENCE=ASM(\"fence.proxy.async.shared::cta;\")" : "-DFENCE=",
     strcmp(fault, "barrier") ? "-DBARRIER=__syncthreads()" : "-DBARRIER=",
-    strcmp(fault, "wgmma fence") ? "-DWGMMA_FENCE=ASM(\"wgmma.fence.sync.aligned;\")"
-                                 : "-DWGMMA_FENCE=",
+    !strcmp(fault, "wgmma fence") ? "-DWGMMA_FENCE="
+    : strcmp(fault, "alone") ? "-DWGMMA_FENCE=ASM(\"wgmma.fence.sync.aligned;\")"
+    : "-DWGMMA_FENCE=if (warp == 3) return; ASM(\"wgmma.fence.sync.aligned;\")",
     strcmp(fault, "wait") ? "-DWAIT=ASM(\"wgmma.wait_group.sync.aligned 0;\")" : "-DWAIT=" };
   char *ptx = cuda_compile(wgmma_source, "sm_90a", options, 8, false, &missing);
   if (missing) skip();
@@ -1101,6 +1102,7 @@ static void test_wgmma_faults(void **state)
   static const struct { const char *fault, *words; } cases[] = {
     { "fence", "fence.proxy.async" }, { "barrier", "no barrier between|never written" },
     { "wgmma fence", "no wgmma.fence" }, { "wait", "wgmma not waited for" },
+    { "alone", "other wgmmas than warp 0" },
   };
   setenv("EMULATOR_ARCH", "sm_90a", 1);
   setenv("EMULATOR_QUIET", "1", 1);

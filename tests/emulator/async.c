@@ -347,6 +347,11 @@ void machine_async_end(struct machine_block *block)
     if (warp->wgmma_count)
       machine_fault(block, warp->wgmmas[0].op, 0, MACHINE_LAUNCH_FAILED,
                     "the warp has ended with the wgmma not waited for");
+    const struct machine_warp *first = &block->warps[w / 4 * 4];
+    if (warp->wgmma_digest != first->wgmma_digest)
+      machine_fault(block, &block->code->ops[0], 0, MACHINE_LAUNCH_FAILED,
+                    "the warp has ended with other wgmmas than warp %u of its warpgroup",
+                    w / 4 * 4);
   }
   for (int i = 0; i < block->bulk_count; i++)
     if (!block->bulks[i].store)

@@ -99,6 +99,7 @@ struct machine_warp {
   int wgmma_count, wgmma_room;
   uint32_t wgmma_commits;
   bool wgmma_fenced;           // registers may be handed to wgmma
+  uint64_t wgmma_digest;       // of all it has issued: a warpgroup's warps do the same
   uint32_t bulk_commits;
   unsigned char *local;        // [lane][local_bytes]
 };

@@ -295,6 +295,9 @@ void machine_wgmma_issue(struct machine_block *block, struct machine_warp *warp,
   }
   wgmma->b_descriptor = *(uint64_t *)machine_row(warp, o[at++]);
   wgmma->accumulate = machine_predicate(warp, o[at]) & 1;
+  uint64_t same = (uint64_t)(op - block->code->ops) ^ wgmma->a_descriptor << 7 ^
+                  wgmma->b_descriptor << 1 ^ (uint64_t)wgmma->accumulate << 63;
+  warp->wgmma_digest = (warp->wgmma_digest ^ same) * UINT64_C(0x9e3779b97f4a7c15) + 1;
   wgmma->clock = ++block->agent_clock[MACHINE_TENSOR + warp->number / 4];
   for (int i = warp->wgmma_count; i-- > 0 && !wgmma->chained;)
     wgmma->chained = !memcmp(block->code->operands + warp->wgmmas[i].op->first, o, 4);
