@@ -527,6 +527,8 @@ return {
           "of a thread, about" },
         { "counted_permille", function(c) return forward_tile.counted(c, c.tile_tokens) end,
           "products made over those of visible pairs, amid a long document" },
+        { "columns",       function(c) return c.block_k end, "of a warpgroup's product" },
+        { "other_columns", function(c) return c.block_k end, "the same: there is one kind" },
       },
       require = {
         { "only Hopper has wgmma", function(c) return c.wgmma <= c.hopper end },
@@ -603,11 +605,12 @@ return {
       fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
                 "window_right", "f16", "sinks", "softcap" },
       tune = {
+        { "wgmma",      { 0, 1 },            "whether warpgroups multiply, with wgmma" },
         { "dq_pack",    { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
                                              "query heads of one key head in a tile of dq" },
         { "dq_warps",   { 2, 4, 8 },         "warps of a block of dq" },
         { "dq_tall",    { 1, 2 },            "times 16 query rows that a warp owns" },
-        { "dq_wide",    { 1, 2 },            "times 16 keys that it multiplies with" },
+        { "dq_wide",    { 1, 2, 4 },            "times 16 keys that it multiplies with" },
         { "dq_keys",    { 16, 32, 64, 128 }, "keys of a step of dq" },
         { "dq_stages",  { 2, 3 },            "steps of dq in shared memory" },
         { "dq_hold",    { 0, 1 },            "whether q and dout stay in registers" },
@@ -616,7 +619,7 @@ return {
                                              "query heads of one key head in a step of dkv" },
         { "dkv_warps",  { 2, 4, 8 },         "warps of a block of dkv" },
         { "dkv_tall",   { 1, 2 },            "times 16 keys that a warp owns" },
-        { "dkv_wide",   { 1, 2 },            "times 16 query rows that it multiplies with" },
+        { "dkv_wide",   { 1, 2, 4 },            "times 16 query rows that it multiplies with" },
         { "dkv_rows",   { 16, 32, 64, 128 }, "query rows of a step of dkv" },
         { "dkv_stages", { 2, 3 },            "steps of dkv in shared memory" },
         { "dkv_hold",   { 0, 1 },            "whether k and v stay in registers" },
@@ -624,7 +627,6 @@ return {
         { "dkv_blocks", { 1, 2, 3, 4 },      "blocks of dkv that a multiprocessor shall hold" },
       },
       derive = {
-        { "wgmma",      function() return 0 end, "warps multiply by themselves" },
         { "dq_rows",    function(c) return 16 * c.dq_tall * c.dq_warps end,
           "query rows of a tile of dq" },
         { "dq_tokens",  function(c) return c.dq_rows // c.dq_pack end,
@@ -661,8 +663,26 @@ return {
             local dkv = 2 * (c.head_dim_qk + c.head_dim_v)
             return (dq * c.dq_counted_permille + dkv * c.dkv_counted_permille) // (dq + dkv)
           end, "products made over those 7 of each visible pair" },
+        { "columns",       function(c) return 16 * c.dq_wide end,
+          "of a warpgroup's product in dq" },
+        { "other_columns", function(c) return 16 * c.dkv_wide end, "and in dkv" },
       },
       require = {
+        { "only Hopper has wgmma", function(c) return c.wgmma <= c.hopper end },
+        { "wgmma reads panels of 64 dims", function(c)
+            return c.wgmma == 0 or
+                   padded(c.head_dim_qk) % 64 == 0 and padded(c.head_dim_v) % 64 == 0
+          end },
+        { "a warpgroup is four warps, each with 16 rows of its own", function(c)
+            return c.wgmma == 0 or c.dq_warps % 4 + c.dkv_warps % 4 == 0 and
+                                   c.dq_tall == 1 and c.dkv_tall == 1
+          end },
+        { "wgmma reads a warp's own rows where they lie", function(c)
+            return c.wgmma == 0 or c.dq_hold == 0 and c.dkv_hold == 0
+          end },
+        { "chunks of 64 are for warpgroups", function(c)
+            return c.wgmma == 1 or c.dq_wide < 4 and c.dkv_wide < 4
+          end },
         { "a tile's heads divide the GQA ratio", function(c)
             return c.gqa % c.dq_pack == 0 end },
         { "a tile of dq holds at least one query position", function(c)
@@ -685,6 +705,7 @@ return {
           end },
       },
       prefer = {
+        { "wgmma has not run on a device yet", function(c) return c.wgmma == 0 end },
         { "dq keeps its sums in registers", function(c)
             return c.dq_registers <= 255 and
                    c.dq_registers * 32 * c.dq_warps * c.dq_blocks <= c.most_registers
@@ -751,7 +772,7 @@ return {
         while pair_bytes(c) * (16 * dkv_warps + 2 * step) + 16 * step > c.most_shared_bytes do
           dkv_warps = dkv_warps // 2
         end
-        return { dq_pack = dq_pack, dq_warps = dq_warps, dq_tall = tall, dq_wide = 1,
+        return { wgmma = 0, dq_pack = dq_pack, dq_warps = dq_warps, dq_tall = tall, dq_wide = 1,
                  dq_keys = step, dq_stages = 2, dq_hold = dims <= 256 and 1 or 0, dq_blocks = 1,
                  dkv_pack = dkv_pack, dkv_warps = dkv_warps, dkv_tall = 1, dkv_wide = 1,
                  dkv_rows = step, dkv_stages = 2, dkv_hold = dims <= 160 and 1 or 0,

@@ -1091,6 +1091,30 @@ static const struct scene_row hopper_strips[] = {
     1, 1, 150, 0, false },
 };
 
+#define BACK       "wgmma=1,dq_tall=1,dq_hold=0,dq_blocks=1,dkv_tall=1,dkv_hold=0,dkv_blocks=1,"
+#define GROUP_BACK BACK "dq_warps=4,dkv_warps=4,"
+
+static const struct scene_row hopper_gradients[] = {
+  { WIDE_64 "window_left=48", GROUP_BACK "dq_wide=4,dkv_wide=4,dq_keys=64,dkv_rows=64", 120, 1, 1,
+    120, 0, false },
+  { WIDE_64 "window_left=63", GROUP_BACK "dq_wide=1,dkv_wide=1,dq_keys=16,dkv_rows=16,dq_stages=3,"
+    "dkv_stages=3", 150, 2, 2, 100, 8, true },
+  { WIDE_64 "window_left=20,window_right=9", BACK "dq_wide=2,dkv_wide=1,dq_keys=64,"
+    "dkv_rows=32,dq_warps=8,dkv_warps=8,dq_pack=1,dkv_pack=1", 150, 1, 1, 150, 1, true },
+  { WIDE_64 "window_left=30,softcap=2,scale=-0.5", GROUP_BACK "dq_wide=1,dkv_wide=2,dq_keys=32,"
+    "dkv_rows=32,dkv_split=1", 80, 1, 1, 50, 0, false },
+  { GPT_64 "window_left=40", GROUP_BACK "dq_wide=4,dkv_wide=2,dq_keys=64,dkv_rows=64", 150, 1, 1,
+    150, 0, true },
+  { "q_heads=5,kv_heads=1,head_dim_qk=64,head_dim_v=64,dtype=f16,window_left=33",
+    GROUP_BACK "dq_wide=2,dkv_wide=2,dq_keys=32,dkv_rows=32", 80, 1, 1, 80, 0, true },
+  { ONE_HEAD(DIM_128) "window_left=70", GROUP_BACK "dq_wide=2,dkv_wide=2,dq_keys=32,dkv_rows=32",
+    150, 1, 1, 150, 0, false },
+  { ONE_HEAD("head_dim_qk=120,head_dim_v=50") "window_left=40",
+    GROUP_BACK "dq_wide=2,dkv_wide=2,dq_keys=32,dkv_rows=32", 100, 1, 1, 80, 0, true },
+  { ONE_HEAD(DIM_192_128) "window_left=31,sinks=1",
+    GROUP_BACK "dq_wide=2,dkv_wide=1,dq_keys=32,dkv_rows=16", 90, 1, 1, 90, 8, false },
+};
+
 static void need_hopper(void)
 {
   struct swathe_problem problem;
@@ -1116,6 +1140,14 @@ static void warpgroups_in_strips(void **state)
   (void)state;
   need_hopper();
   for (size_t i = 0; i < COUNT(hopper_strips); i++) run_scene(&hopper_strips[i], run_forward);
+}
+
+static void warpgroups_make_gradients(void **state)
+{
+  (void)state;
+  need_hopper();
+  for (size_t i = 0; i < COUNT(hopper_gradients); i++)
+    run_scene(&hopper_gradients[i], run_backward);
 }
 
 // ---- Sums and copies ----------------------------------------------------------------------------
@@ -1385,6 +1417,7 @@ int main(void)
   };
   const struct CMUnitTest hopper[] = {
     cmocka_unit_test(warpgroups_around_tiles),  cmocka_unit_test(warpgroups_in_strips),
+    cmocka_unit_test(warpgroups_make_gradients),
   };
   return cmocka_run_group_tests(tests, open_context, close_context) +
          cmocka_run_group_tests(hopper, open_hopper, close_context);

@@ -20,6 +20,9 @@
 //   sums1 += dS other1                      dq         or  dk
 //   sums2 += P other2                                      dv
 //
+// With WGMMA the four warps of a warpgroup multiply together, 16 rows each, and a chunk is left out
+// only where none of them needs it.
+//
 // A row of queries is one query of one head: row m of a tile is its query m / PACK, head m % PACK
 // of the tile's heads.  Rows without a query are 0 in q, dout, lse and delta: they have P = 1 but
 // dS = 0, and add nothing anywhere.  The scale is left out of dS and multiplies the sums instead.
@@ -37,7 +40,8 @@ enum {
   DKV_GROUPS    = GQA / DKV_PACK,
   DKV_Q_BYTES   = TILE_BYTES(DKV_ROWS, HEAD_DIM_QK),
   DKV_DOUT_BYTES = TILE_BYTES(DKV_ROWS, HEAD_DIM_V),
-  DKV_STEP_BYTES = DKV_Q_BYTES + DKV_DOUT_BYTES + DKV_ROWS * 8,
+  DKV_STEP_BYTES = DKV_Q_BYTES + DKV_DOUT_BYTES,
+  DKV_NUMBERS_BYTES = DKV_ROWS * 8,    // lse and delta of a step: they lie behind all its tiles
   DELTA_THREADS = 256, DELTA_LANES = 8,   // lanes that share a row
   GATHER_THREADS = 128,
 };
@@ -46,7 +50,7 @@ static_assert(DQ_SHARED_BYTES == TILE_BYTES(DQ_ROWS, HEAD_DIM_QK) +
               "all tiles of dq have a place");
 static_assert(DKV_SHARED_BYTES == TILE_BYTES(DKV_KEYS, HEAD_DIM_QK) +
                                       TILE_BYTES(DKV_KEYS, HEAD_DIM_V) +
-                                      DKV_STAGES * DKV_STEP_BYTES,
+                                      DKV_STAGES * (DKV_STEP_BYTES + DKV_NUMBERS_BYTES),
               "all tiles of dkv have a place");
 
 extern "C" {
@@ -158,11 +162,18 @@ template <int TALL, int WIDE, typename Body> DEVICE void for_scores(Body body) {
 DEVICE int row_of(int t, int e) { return 16 * t + 8 * (e / 2) + (int)lane() / 4; }
 DEVICE int column_of(int n, int e) { return 8 * n + 2 * ((int)lane() % 4) + e % 2; }
 
+// The first row that is multiplied together with a warp's, which are `own` and begin at `row`.
+DEVICE int first_together(int row, int own) { return WGMMA ? row / 64 * 64 : row / own * own; }
+
 // s = own other^T, over dims: the warp's own rows, held or from `row` of a tile on, with those of
 // another tile from `column` on.
 template <bool HOLD, int DIM, int TALL, int WIDE>
 DEVICE void multiply_over_dims(struct scores<TALL, WIDE> &s, const struct held<TALL, DIM> &held,
                                unsigned own, int row, unsigned other, int column) {
+//@ if WGMMA == 1 then
+  multiply_dims<DIM, 16 * WIDE>(s.of[0], own + TILE_BYTES(first_together(row, 16), DIM),
+                                other + TILE_BYTES(column, DIM));
+//@ else
   const int at_once = HOLD || DIM <= 192 ? CHUNKS(DIM) / 2 : 4;   // for the compiler's time
   for_scores<TALL, WIDE>([&](int t, int n, int e) { s.of[t][n][e] = 0; });
 #pragma unroll at_once
@@ -181,22 +192,36 @@ DEVICE void multiply_over_dims(struct scores<TALL, WIDE> &s, const struct held<T
       }
     }
   }
+//@ end
+}
+
+// 16 of a warp's rows of x, 16 columns, rounded.
+template <int TALL, int WIDE>
+DEVICE struct chunk left_operand(const struct scores<TALL, WIDE> &x, int t, int w) {
+  struct chunk a;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const float *pair = &x.of[t][2 * w + i / 2][i % 2 * 2];
+    a.word[i] = join(pair[0], pair[1]);
+  }
+  return a;
 }
 
 // sums += x other, over the chunk's rows, which lie in the other tile from `column` on.
 template <int DIM, int TALL, int WIDE>
 DEVICE void multiply_over_rows(struct sums<TALL, DIM> &sums, const struct scores<TALL, WIDE> &x,
                                unsigned other, int column) {
+//@ if WGMMA == 1 then
+  struct chunk all[WIDE];
+#pragma unroll
+  for (int w = 0; w < WIDE; w++) all[w] = left_operand(x, 0, w);
+  multiply_rows<DIM, 16 * WIDE>(sums.of[0], all, other + TILE_BYTES(column, DIM));
+//@ else
 #pragma unroll
   for (int w = 0; w < WIDE; w++) {
     struct chunk a[TALL];
 #pragma unroll
-    for (int t = 0; t < TALL; t++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const float *pair = &x.of[t][2 * w + i / 2][i % 2 * 2];
-        a[t].word[i] = join(pair[0], pair[1]);
-      }
+    for (int t = 0; t < TALL; t++) a[t] = left_operand(x, t, w);
 #pragma unroll
     for (int d = 0; d < CHUNKS(DIM) / 2; d++) {
       struct chunk b = operands_b(other, DIM, column + 16 * w, 2 * d);
@@ -207,6 +232,7 @@ DEVICE void multiply_over_rows(struct sums<TALL, DIM> &sums, const struct scores
       }
     }
   }
+//@ end
 }
 
 // What makes weights of scores.
@@ -305,8 +331,9 @@ dq(const __grid_constant__ struct sw_cuda_args all) {
   struct key_tile ahead = keys;
 
   const int own = thread / 32 * DQ_OWN;                // the warp's first row
-  const int q_begin = own / DQ_PACK;                   // its queries, from the tile's first
-  const int q_end = min((own + DQ_OWN - 1) / DQ_PACK + 1, tokens);
+  const int together = first_together(own, DQ_OWN);    // and that of those it multiplies with
+  const int q_begin = together / DQ_PACK;              // their queries, from the tile's first
+  const int q_end = min((together + (WGMMA ? 64 : DQ_OWN) - 1) / DQ_PACK + 1, tokens);
   const struct slopes slopes = slopes_of(args);
   float lse[DQ_TALL][2], delta[DQ_TALL][2];
 #pragma unroll
@@ -329,7 +356,7 @@ dq(const __grid_constant__ struct sw_cuda_args all) {
   // steps below 0 only ask for the first ones
   for (int step = 1 - DQ_STAGES; keys.keys; step++) {
     if (step >= 0) {
-      copy_wait(DQ_STAGES - 2);       // this step is there, for all warps,
+      rows_wait(DQ_STAGES - 2);       // this step is there, for all warps,
       block_sync();                   // and the one before it is free again
     }
     if (ahead.keys) {
@@ -374,7 +401,7 @@ dq(const __grid_constant__ struct sw_cuda_args all) {
     }
     next_keys(keys, args.runs, DQ_KEYS);
   }
-  copy_wait(0);
+  rows_wait(0);
 
   block_sync();                       // nobody's queries are still on their way
   lay_out(q_tile, own, sums, args.scale);
@@ -408,7 +435,7 @@ DEVICE int tokens_of(const struct query_steps &s, int step) {
 }
 
 // Asks for q, dout, lse and delta of a step.
-DEVICE void load_dkv_step(unsigned to, const struct query_steps &s, int step,
+DEVICE void load_dkv_step(unsigned to, unsigned lse, const struct query_steps &s, int step,
                           const struct sw_cuda_args &all, const struct place &place) {
   const struct sw_attention_args &args = all.attention;
   int thread = (int)threadIdx.x, tokens = tokens_of(s, step);
@@ -418,7 +445,7 @@ DEVICE void load_dkv_step(unsigned to, const struct query_steps &s, int step,
                thread, DKV_THREADS);
   load_queries(to + DKV_Q_BYTES, DKV_ROWS, HEAD_DIM_V, args.dout, row, tokens, head, DKV_PACK,
                place.batch, thread, DKV_THREADS);
-  unsigned lse = to + DKV_Q_BYTES + DKV_DOUT_BYTES, delta = lse + DKV_ROWS * 4;
+  unsigned delta = lse + DKV_ROWS * 4;
   for (int m = thread; m < DKV_ROWS; m += DKV_THREADS) {
     bool is_query = m < tokens * DKV_PACK;
     sw_int64 at = is_query ? m / DKV_PACK : 0, of = is_query ? m % DKV_PACK : 0;
@@ -468,6 +495,7 @@ template <int PARTS> DEVICE void sum_for_keys(const struct sw_cuda_args &all) {
   int thread = (int)threadIdx.x;
   unsigned k_tile = shared_start(), v_tile = k_tile + TILE_BYTES(DKV_KEYS, HEAD_DIM_QK);
   unsigned stages = v_tile + TILE_BYTES(DKV_KEYS, HEAD_DIM_V);
+  unsigned numbers = stages + DKV_STAGES * DKV_STEP_BYTES;
   load_keys(k_tile, DKV_KEYS, HEAD_DIM_QK, false, keys, all, place, thread, DKV_THREADS);
   load_keys(v_tile, DKV_KEYS, HEAD_DIM_V, true, keys, all, place, thread, DKV_THREADS);
   copy_commit();
@@ -482,6 +510,8 @@ template <int PARTS> DEVICE void sum_for_keys(const struct sw_cuda_args &all) {
 
   const int own = thread / 32 * DKV_OWN;                       // the warp's first key
   const int rows = min(keys.keys - own, DKV_OWN);              // how many it has; maybe none
+  const int together = first_together(own, DKV_OWN);           // the keys it multiplies with
+  const int rows_together = min(keys.keys - together, WGMMA ? 64 : DKV_OWN);
   const struct band all_steps = band_of(seen.begin, keys.first + own);
   const struct slopes slopes = slopes_of(args);
   struct held<DKV_TALL, HEAD_DIM_QK> k;
@@ -494,12 +524,13 @@ template <int PARTS> DEVICE void sum_for_keys(const struct sw_cuda_args &all) {
   // steps below 0 only ask for the first ones
   for (int step = 1 - DKV_STAGES; step < steps; step++) {
     if (step >= 0) {
-      copy_wait(DKV_STAGES - 2);      // this step is there, for all warps,
+      rows_wait(DKV_STAGES - 2);      // this step is there, for all warps,
       block_sync();                   // and the one before is free
     }
     int ahead = step + DKV_STAGES - 1;
     if (ahead < steps)
-      load_dkv_step(stages + ahead % DKV_STAGES * DKV_STEP_BYTES, queries, ahead, all, place);
+      load_dkv_step(stages + ahead % DKV_STAGES * DKV_STEP_BYTES,
+                    numbers + ahead % DKV_STAGES * DKV_NUMBERS_BYTES, queries, ahead, all, place);
     copy_commit();
     if (step < 0) continue;
 //@ if DKV_HOLD == 1 then
@@ -509,13 +540,15 @@ template <int PARTS> DEVICE void sum_for_keys(const struct sw_cuda_args &all) {
 
     const unsigned q_tile = stages + step % DKV_STAGES * DKV_STEP_BYTES;
     const unsigned dout_tile = q_tile + DKV_Q_BYTES;
-    const unsigned lses = dout_tile + DKV_DOUT_BYTES, deltas = lses + DKV_ROWS * 4;
+    const unsigned lses = numbers + step % DKV_STAGES * DKV_NUMBERS_BYTES;
+    const unsigned deltas = lses + DKV_ROWS * 4;
     const int tokens = tokens_of(queries, step);
     struct band band = all_steps;
     band.first += token_of(step), band.last += token_of(step);
     for (int c = 0; c < tokens * DKV_PACK; c += DKV_CHUNK) {
       const int q_begin = c / DKV_PACK, q_end = min((c + DKV_CHUNK - 1) / DKV_PACK + 1, tokens);
-      if (rows <= 0 || !some_see_some(band, q_begin, q_end, rows)) continue;
+      const struct band wide = { band.first + own - together, band.last + own - together };
+      if (rows_together <= 0 || !some_see_some(wide, q_begin, q_end, rows_together)) continue;
       struct scores<DKV_TALL, DKV_WIDE> p, ds;
       multiply_over_dims<DKV_HOLD>(p, k, k_tile, own, q_tile, c);
       if (PARTS & KEYS) multiply_over_dims<DKV_HOLD>(ds, v, v_tile, own, dout_tile, c);
@@ -543,7 +576,7 @@ template <int PARTS> DEVICE void sum_for_keys(const struct sw_cuda_args &all) {
       if (PARTS & KEYS) multiply_over_rows(dk, ds, q_tile, c);
     }
   }
-  copy_wait(0);
+  rows_wait(0);
 
   block_sync();                       // nobody's keys are still on their way
   const bool final = run.final != 0;

@@ -71,7 +71,7 @@ DEVICE void take_queries(queries &q, unsigned tile, unsigned) { q = tile; }
 
 DEVICE void score_keys(float s[BANDS][2 * STEPS_K][4], const queries &q, unsigned k,
                        unsigned flip) {
-  multiply_queries(s[0], q, k);
+  multiply_dims<HEAD_DIM_QK, BLOCK_K>(s[0], q, k);
   if (flip)
 #pragma unroll
     for (int n = 0; n < 2 * STEPS_K; n++)
@@ -242,7 +242,7 @@ DEVICE void round_weights(struct weights &w, float s[BANDS][2 * STEPS_K][4]) {
 // o += p v
 DEVICE void weigh_values(struct rows &rows, const struct weights &w, unsigned v) {
 //@ if WGMMA == 1 then
-  multiply_values(rows.o[0], w.p[0], v);
+  multiply_rows<HEAD_DIM_V, BLOCK_K>(rows.o[0], w.p[0], v);
 //@ else
 #pragma unroll
   for (int n = 0; n < STEPS_K; n++)
@@ -260,14 +260,6 @@ DEVICE void weigh_values(struct rows &rows, const struct weights &w, unsigned v)
 
 // The first row that is multiplied together with the warp's.
 DEVICE int first_together(const struct part &part) { return part.row / TOGETHER * TOGETHER; }
-
-// Until what this thread asked for is there, but for its last groups, a constant, and products may
-// read it after the next barrier.
-//@ if WGMMA == 1 then
-#define rows_wait(groups) do { copy_wait(groups); show_products(); } while (0)
-//@ else
-#define rows_wait(groups) copy_wait(groups)
-//@ end
 
 // ---- results ------------------------------------------------------------------------------------
 

@@ -377,7 +377,9 @@ DEVICE const elem *elem_from(const char *base, const struct sw_view &view, sw_in
 
 // A warpgroup multiplies 64 rows at once, 16 to a warp, and reads tiles of shared memory itself,
 // from beyond the order of what threads write there: they show it, then comes a barrier.
+// rows_wait is copy_wait, and shows what the caller has laid there.
 DEVICE void show_products(void) { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+#define rows_wait(groups) do { copy_wait(groups); show_products(); } while (0)
 DEVICE void group_sync(void) { some_sync(1 + (int)threadIdx.x / 128, 128); }
 
 // Tells products where a tile lies, from its row at `start`, a multiple of 8, on: 8 rows of 64
@@ -407,49 +409,71 @@ DEVICE unsigned long long tile_words(unsigned start, unsigned apart) {
 //@ local function words(name, count)
 //@   return list(count, function(i) return format('"r"(%s[%d].word[%d])', name, i // 4, i % 4) end)
 //@ end
-//@ local dims_qk, dims_v = (HEAD_DIM_QK + 15) // 16 * 16, (HEAD_DIM_V + 15) // 16 * 16
-
-// s = q k^T, of 64 rows of Q from `q` on and BLOCK_K of K; s as `multiply` has its c, one for every
-// 8 keys, of the caller's 16 rows.  For all threads of a warpgroup; it is done when they go on.
-DEVICE void multiply_queries(float s[][4], unsigned q, unsigned k) {
-//@ local count = BLOCK_K // 2
-  unsigned long long rows = tile_words(q, 128 * PITCH(HEAD_DIM_QK));
-  unsigned long long keys = tile_words(k, 128 * PITCH(HEAD_DIM_QK));
-  asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\n"
-               $(start)
-               "setp.ne.b32 add, %$(count + 2), 0;\n"
-//@ for d = 0, dims_qk // 16 - 1 do
-//@   local on = (d // 4 * 1024 + d % 4 * 32) // 16
-               "add.s64 a, %$(count), $(on);\n"
-               "add.s64 b, %$(count + 1), $(on);\n"
-               "wgmma.mma_async.sync.aligned.m64n$(BLOCK_K)k16.$(type) "
-               "{$(numbers(0, count))}, a, b, add, 1, 1, 0, 0;\n"
-//@   if d == 0 then
-               "setp.eq.b32 add, %$(count + 2), 0;\n"
+//@ local shapes, known = {}, {}
+//@ for _, dim in ipairs { HEAD_DIM_QK, HEAD_DIM_V } do
+//@   for _, width in ipairs { COLUMNS, OTHER_COLUMNS } do
+//@     local name = dim .. " " .. width
+//@     if not known[name] then
+//@       shapes[#shapes + 1] = { dim = dim, padded = (dim + 15) // 16 * 16, width = width }
+//@     end
+//@     known[name] = true
 //@   end
 //@ end
-               $(finish)
-               : $(sums("=f", "s", count))
-               : "l"(rows), "l"(keys), "r"(0) : "memory");
+
+// s = own other^T, over DIM dims: 64 rows of a tile from `own` on, WIDTH rows of another from
+// `other` on.  s as `multiply` has its c, one for every 8 columns, of the caller's 16 rows.  For
+// all threads of a warpgroup; it is done when they go on.
+template <int DIM, int WIDTH>
+DEVICE void multiply_dims(float s[][4], unsigned own, unsigned other) {
+  unsigned long long rows = tile_words(own, 128 * PITCH(DIM));
+  unsigned long long columns = tile_words(other, 128 * PITCH(DIM));
+//@ for _, shape in ipairs(shapes) do
+//@ local count = shape.width // 2
+  if constexpr (DIM == $(shape.dim) && WIDTH == $(shape.width))
+    asm volatile("{\n.reg .pred add;\n.reg .b64 a, b;\n"
+                 $(start)
+                 "setp.ne.b32 add, %$(count + 2), 0;\n"
+//@   for d = 0, shape.padded // 16 - 1 do
+//@   local on = (d // 4 * 1024 + d % 4 * 32) // 16
+                 "add.s64 a, %$(count), $(on);\n"
+                 "add.s64 b, %$(count + 1), $(on);\n"
+                 "wgmma.mma_async.sync.aligned.m64n$(shape.width)k16.$(type) "
+                 "{$(numbers(0, count))}, a, b, add, 1, 1, 0, 0;\n"
+//@     if d == 0 then
+                 "setp.eq.b32 add, %$(count + 2), 0;\n"
+//@     end
+//@   end
+                 $(finish)
+                 : $(sums("=f", "s", count))
+                 : "l"(rows), "l"(columns), "r"(0) : "memory");
+//@ end
 }
 
-// o += p v, of the caller's 16 rows of p, as operands of `multiply`, and BLOCK_K rows of V.
-DEVICE void multiply_values(float o[][4], const struct chunk p[], unsigned v) {
-//@ local count, weights = dims_v // 2, BLOCK_K // 4
-  unsigned long long values = tile_words(v, 128 * PITCH(HEAD_DIM_V));
-  asm volatile("{\n.reg .pred add;\n.reg .b64 b;\n"
-               $(start)
-               "setp.eq.b32 add, %$(count + weights + 1), 0;\n"
-//@ for n = 0, BLOCK_K // 16 - 1 do
-               "add.s64 b, %$(count + weights), $(n * 2 * dims_v);\n"
-               "wgmma.mma_async.sync.aligned.m64n$(dims_v)k16.$(type) "
-               "{$(numbers(0, count))}, {$(numbers(count + 4 * n, 4))}, b, add, 1, 1, 1;\n"
+// sums += x other: the caller's 16 rows of x, whose WIDTH columns are operands of `multiply`, with
+// as many rows of DIM columns from `other` on.
+template <int DIM, int WIDTH>
+DEVICE void multiply_rows(float sums[][4], const struct chunk x[], unsigned other) {
+  unsigned long long rows = tile_words(other, 128 * PITCH(DIM));
+//@ for _, shape in ipairs(shapes) do
+//@ local count, operands = shape.padded // 2, shape.width // 4
+  if constexpr (DIM == $(shape.dim) && WIDTH == $(shape.width))
+    asm volatile("{\n.reg .pred add;\n.reg .b64 b;\n"
+                 $(start)
+                 "setp.eq.b32 add, %$(count + operands + 1), 0;\n"
+//@   for n = 0, shape.width // 16 - 1 do
+                 "add.s64 b, %$(count + operands), $(n * 2 * shape.padded);\n"
+                 "wgmma.mma_async.sync.aligned.m64n$(shape.padded)k16.$(type) "
+                 "{$(numbers(0, count))}, {$(numbers(count + 4 * n, 4))}, b, add, 1, 1, 1;\n"
+//@   end
+                 $(finish)
+                 : $(sums("+f", "sums", count))
+                 : $(words("x", operands)),
+                   "l"(rows), "r"(0) : "memory");
 //@ end
-               $(finish)
-               : $(sums("+f", "o", count))
-               : $(words("p", weights)),
-                 "l"(values), "r"(0) : "memory");
 }
+
+//@ else
+#define rows_wait(groups) copy_wait(groups)
 
 //@ end
 // ---- queries ------------------------------------------------------------------------------------
