@@ -153,13 +153,14 @@ local function most_heads(c, rows, parts)
   return most
 end
 
--- Pairs that a tile of dq multiplies: each warp leaves out the chunks of keys that none of its
--- queries sees.
+-- Pairs that a tile of dq multiplies: each warp, or warpgroup, leaves out the chunks of keys that
+-- none of its queries sees.
 local function dq_pairs(c)
-  local window, chunk, own, chunks = window_keys(c), 16 * c.dq_wide, 16 * c.dq_tall, 0
-  for warp = 0, c.dq_warps - 1 do
-    local first = warp * own // c.dq_pack
-    local last = math.min((warp * own + own - 1) // c.dq_pack, c.dq_tokens - 1)
+  local window, chunk, chunks = window_keys(c), 16 * c.dq_wide, 0
+  local own = c.wgmma == 1 and 64 or 16 * c.dq_tall
+  for row = 0, 16 * c.dq_tall * c.dq_warps - 1, own do
+    local first = row // c.dq_pack
+    local last = math.min((row + own - 1) // c.dq_pack, c.dq_tokens - 1)
     if first <= last then
       chunks = chunks + (last + window - 1) // chunk - first // chunk + 1
     end
@@ -169,11 +170,12 @@ end
 
 -- Pairs that a tile of dkv multiplies, likewise: its chunks of query rows begin anew in each step.
 local function dkv_pairs(c)
-  local window, chunk, own, chunks = window_keys(c), 16 * c.dkv_wide, 16 * c.dkv_tall, 0
+  local window, chunk, chunks = window_keys(c), 16 * c.dkv_wide, 0
+  local own = c.wgmma == 1 and 64 or 16 * c.dkv_tall
   local step = c.dkv_tokens
   local step_chunks = (step * c.dkv_pack + chunk - 1) // chunk
-  for warp = 0, c.dkv_warps - 1 do
-    local first, last = warp * own, warp * own + own - 1 + window - 1
+  for first = 0, 16 * c.dkv_tall * c.dkv_warps - 1, own do
+    local last = first + own - 1 + window - 1
     chunks = chunks + last // step * step_chunks +
              (last % step * c.dkv_pack + c.dkv_pack - 1) // chunk -
              (first // step * step_chunks + first % step * c.dkv_pack // chunk) + 1
