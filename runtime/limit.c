@@ -43,7 +43,7 @@ const char sw_limit_source[] =
     "}\n";
 const char sw_limit_pairs[] = "#define PAIRS\n";
 
-enum { ITEM_BYTES = 65536, ITEMS_READ = 128, TRIES = 12 };
+enum { ITEM_BYTES = 65536, ITEMS_READ = 128, TRIES = 48 };
 
 // A single thread's clock stands still while others run, as when candidates are timed.
 static double clock_s(int64_t threads)

@@ -595,8 +595,8 @@ struct swathe_tune_options {
   bool forward, backward;       // which; both false means both
   bool exhaustive;              // also what `prefer` rules think unlikely to win
   bool again;                   // measure even what the database already has
-  double good_enough;           // ends when the best reaches this share of the machine's peak;
-                                // 0: 0.95, < 0: never
+  double good_enough;           // ends when the best reaches this share of what the tiles of any
+                                // config could at the machine's peak; 0: 0.95, < 0: never
   double wait_s;                // for another process that tunes into the same database; 0: 60
   int64_t memory_bytes;         // most that a candidate's workspaces may take; 0: half of the
                                 // machine's
@@ -615,7 +615,7 @@ struct swathe_tuned {
   double limit_share;                 // as in swathe_progress
   bool reused;                        // the database had it: config and ratio; nothing was measured
   bool noisy;                         // others used the machine; a quiet pick was not replaced
-  bool good_enough;                   // it ended because the best is that near the machine's peak
+  bool good_enough;                   // it ended because the best is that near what can be
 };
 
 // Measures one rank's share of the problem on this machine and stores samples and picks.  The
