@@ -8,7 +8,8 @@
 // run may be cut into several.  The budget (1500 s) is shared evenly by what is left; a problem
 // that would get less than 40 s is left for the next run.  At the end the table of all of FILE.
 //
-// The space is what tuning searches: what `prefer` rules turn away is no part of it.
+// The space is what tuning searches.  The worst is that of the sweep and of a few configs drawn
+// from all that could run, also those that `prefer` rules turn away.
 //
 // Only times of the same round are compared, as ratios: all configs in question take turns, and
 // the median of the rounds counts.  The best and the worst of the sweep meet the others once more.
@@ -22,7 +23,8 @@
 
 #include "runtime/trial.h"
 
-enum { NAME = 64, HEAT = 8, SWEEP_ROUNDS = 3, FINAL_ROUNDS = 15, NEAREST = 4, MOST = 1 << 15 };
+enum { HEAT = 8, SWEEP_ROUNDS = 3, FINAL_ROUNDS = 15, NEAREST = 4, DRAWN = 16 };
+enum { NAME = 64, MOST = 1 << 15 };
 enum { SEARCHED, DEFAULT, WORST, OTHER, BEST, FINALISTS = BEST + NEAREST };
 
 static const double least_s = 40, search_share = 0.4, sweep_share = 0.85;
@@ -124,14 +126,31 @@ static bool list_config(void *arg, const char *config)
   return listing->count < MOST;
 }
 
+static uint64_t next_random(uint64_t *state)
+{
+  *state ^= *state << 13, *state ^= *state >> 7, *state ^= *state << 17;  // xorshift64 (Marsaglia)
+  return *state;
+}
+
+// A few of all that are visited, each as likely as any other.
+struct drawn { char configs[DRAWN][SW_CONFIG_TEXT]; int64_t visited; uint64_t random; };
+
+static bool draw_config(void *arg, const char *config)
+{
+  struct drawn *drawn = arg;
+  const int64_t i = drawn->visited++;
+  const int64_t at = i < DRAWN ? i : (int64_t)(next_random(&drawn->random) % (uint64_t)(i + 1));
+  if (at < DRAWN) snprintf(drawn->configs[at], SW_CONFIG_TEXT, "%s", config);
+  return true;
+}
+
 // In an order of its own: a part of them is a fair sample.
 static void shuffle(struct listing *listing)
 {
   uint64_t state = 88172645463325252u;
   for (int64_t i = listing->count - 1; i > 0; i--) {
     char swapped[SW_CONFIG_TEXT];
-    state ^= state << 13, state ^= state >> 7, state ^= state << 17;  // xorshift64 (Marsaglia)
-    const int64_t j = (int64_t)(state % (uint64_t)(i + 1));
+    const int64_t j = (int64_t)(next_random(&state) % (uint64_t)(i + 1));
     memcpy(swapped, listing->configs[i], sizeof swapped);
     memcpy(listing->configs[i], listing->configs[j], sizeof swapped);
     memcpy(listing->configs[j], swapped, sizeof swapped);
@@ -279,6 +298,25 @@ static void run_sweep(const struct contest *contest, const struct listing *listi
   }
 }
 
+// A few configs of all that could run, for the worst.
+static void race_drawn(const struct contest *contest, const char *fallback, struct sweep *sweep)
+{
+  struct drawn drawn = { .random = 88172645463325252u };
+  stop_on(swathe_configs(contest->context, &contest->problem, contest->direction, NULL, true,
+                         draw_config, NULL, &drawn), "space");
+  const int most = drawn.visited < DRAWN ? (int)drawn.visited : DRAWN;
+  for (int i = 0; i < most; i += HEAT) {
+    const char *configs[1 + HEAT] = { fallback };
+    double ratios[1 + HEAT];
+    int count = 1;
+    for (; count <= HEAT && i + count - 1 < most; count++)
+      configs[count] = drawn.configs[i + count - 1];
+    race(contest, configs, count, SWEEP_ROUNDS, ratios);
+    for (int c = 1; c < count; c++)
+      if (ratios[c] > 0) keep(sweep, configs[c], ratios[c]);
+  }
+}
+
 // All in question once more; the least of all is what the others are told as ratios of.
 static void run_final(const struct contest *contest, const char *fallback, const char *other,
                       const struct sweep *sweep, struct row *row)
@@ -321,6 +359,7 @@ static void measure(struct contest *contest, const char *path, double budget_s, 
   const struct sw_trial_options options = { .default_config = fallback, .memory_bytes = 1 << 30 };
   stop_on(sw_trial_prepare(contest->context, &contest->problem, contest->direction, &options,
                            &contest->bench), "inputs");
+  race_drawn(contest, fallback, &sweep);
   run_sweep(contest, &listing, fallback, begin + sweep_share * budget_s, row, &sweep);
   run_final(contest, fallback, fitting, &sweep, row);
   sw_trial_free(contest->bench);
