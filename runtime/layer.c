@@ -392,6 +392,11 @@ size_t swathe_layer_explain(const struct swathe_layer *layer, char *data, size_t
     sw_problem_put(&text, "          %s; isa %s, %s\n", layer->choices[d].why, layer->aim.isa,
                    layer->kernels[d]->report.cached ? "from the cache" : "compiled now");
   }
+  if (layer->aim.device) {
+    const char *device = sw_device_cuda_name(layer->aim.device);
+    sw_problem_put(&text, "device    %s%s\n", device,
+                   strstr(device, "emulated") ? ", not a GPU: its times say nothing of one" : "");
+  }
   if (has_knobs(layer) && sw_layer_ranks(layer) > 1)
     sw_problem_put(&text, "exchange  %s\n          %s\n",
                    layer->transport == layer->agreed ? layer->choices[SW_EXCHANGE].config

@@ -390,6 +390,8 @@ static void kernels_are_compiled_for_gpus(void **state)
         "run --check --target cuda --dtype bf16 --cache gpu --tokens 40 --ranks 2");
     if (run.status || !strstr(run.out, "0 compiled, 3 loaded from the cache"))
       fail_msg("not from the cache alone: exit %d\n%s%s", run.status, run.out, run.err);
+    if (!strstr(run.out, "swathe emulated sm_86, not a GPU"))
+      fail_msg("what ran emulated does not say so:\n%s", run.out);
     release(&run);
   }
   expect("compile forward --target cuda --dtype bf16 --arch sm_80,sm_100 --window 128", 0,

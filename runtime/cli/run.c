@@ -164,13 +164,19 @@ static void print_config(const struct cli_group *group)
   const struct swathe_sharding *sharding = &group->given->sharding;
 
   printf("%s\n", cli_report_problem_words(&group->given->problem));
-  printf("%" PRId64 " tokens, batch %" PRId32 ", %s over %" PRId32 " rank%s of %" PRId32
-         " compute thread%s\n\nRank 0 says:\n", sharding->tokens, sharding->batch,
-         swathe_layout_name(sharding->layout), sharding->ranks, sharding->ranks == 1 ? "" : "s",
-         group->given->threads, group->given->threads == 1 ? "" : "s");
+  printf("%" PRId64 " tokens, batch %" PRId32 ", %s over %" PRId32 " rank%s", sharding->tokens,
+         sharding->batch, swathe_layout_name(sharding->layout), sharding->ranks,
+         sharding->ranks == 1 ? "" : "s");
+  if (group->given->problem.target == SWATHE_CPU)
+    printf(" of %" PRId32 " compute thread%s", group->given->threads,
+           group->given->threads == 1 ? "" : "s");
+  printf("\n\nRank 0 says:\n");
   for (const char *line = group->explain; *line;) {
+    char text[1024];
     const size_t length = strcspn(line, "\n");
-    printf("  %.*s\n", (int)length, line);
+    snprintf(text, sizeof text, "%.*s", (int)length, line);
+    printf("  ");
+    cli_report_wrapped(2, 12, text);
     line += length + (line[length] == '\n');
   }
   printf("  kernels   %" PRId64 " compiled, %" PRId64 " loaded from the cache\n\n", group->compiled,
