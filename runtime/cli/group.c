@@ -503,14 +503,15 @@ static enum cli_exit run_threads(struct team *team)
 
   if (!members) return cli_fail(CLI_FAILED, "out of memory for %" PRId32 " ranks", ranks->count);
   team->members = members;
+  for (int32_t i = 0; i < ranks->count; i++)  // all, before any looks at the others
+    members[i] = (struct member){ .team = team,
+                                  .rank = ranks->first + i,
+                                  .transport = cli_ranks_transport(ranks, ranks->first + i) };
   for (int32_t i = 0; i < ranks->count; i++) {
-    const int32_t rank = ranks->first + i;
-    members[i] = (struct member){
-      .team = team, .rank = rank, .transport = cli_ranks_transport(ranks, rank)
-    };
     const int error = pthread_create(&members[i].thread, NULL, run_rank, &members[i]);
     if (error) {
-      fail_team(&members[i], "rank %" PRId32 " gets no thread: %s", rank, strerror(error));
+      fail_team(&members[i], "rank %" PRId32 " gets no thread: %s", members[i].rank,
+                strerror(error));
       break;
     }
     started++;
