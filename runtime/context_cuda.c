@@ -177,16 +177,20 @@ static const struct {
   [SW_CUDA_COMBINE] = { "copies", "combine" },
 };
 
-static enum swathe_status find_function(struct sw_device_cuda *device, void *module,
-                                        const char *name, struct sw_cuda_function *function)
+// How it wants to be launched is read from the image: NVRTC gives variables a local binding, and a
+// driver need not tell of those.
+static enum swathe_status find_function(struct sw_device_cuda *device,
+                                        const struct sw_kernel *kernel, const char *name,
+                                        struct sw_cuda_function *function)
 {
   char variable[64];
   struct sw_cuda_function found = { .name = name };
-  enum swathe_status status = sw_device_cuda_function(device, module, name, &found.function);
+  enum swathe_status status =
+      sw_device_cuda_function(device, kernel->module, name, &found.function);
 
   snprintf(variable, sizeof variable, "%s_launch", name);
   if (!status)
-    status = sw_device_cuda_global(device, module, variable, &found.launch, sizeof found.launch);
+    status = sw_jit_variable(kernel->image, variable, &found.launch, sizeof found.launch);
   if (!status)
     status = sw_device_cuda_allow_shared(device, found.function, name, found.launch.shared_bytes);
   if (!status) *function = found;
@@ -200,7 +204,7 @@ static enum swathe_status find_functions(struct sw_device_cuda *device, const ch
 
   for (int i = 0; i < SW_CUDA_KERNELS && !status; i++)
     if (!strcmp(cuda_kernels[i].image, name))
-      status = find_function(device, kernel->module, cuda_kernels[i].name, &kernel->functions[i]);
+      status = find_function(device, kernel, cuda_kernels[i].name, &kernel->functions[i]);
   kernel->tile_tokens = !strcmp(name, "forward")
                             ? kernel->functions[SW_CUDA_FORWARD].launch.tile_tokens
                             : kernel->functions[SW_CUDA_DQ].launch.tile_tokens;

@@ -85,8 +85,6 @@ typedef unsigned long long device_pointer;
   X(module_load, "cuModuleLoadData", (void **module, const void *image))                           \
   X(module_unload, "cuModuleUnload", (void *module))                                               \
   X(module_function, "cuModuleGetFunction", (void **function, void *module, const char *name))     \
-  X(module_global, "cuModuleGetGlobal_v2",                                                         \
-    (device_pointer *memory, size_t *bytes, void *module, const char *name))                       \
   X(function_set, "cuFuncSetAttribute", (void *function, int attribute, int value))                \
   X(launch, "cuLaunchKernel",                                                                      \
     (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,          \
@@ -576,19 +574,6 @@ enum swathe_status sw_device_cuda_function(struct sw_device_cuda *device, void *
 {
   const int result = driver.module_function(function, module, name);
   return result ? fail_symbol(device, result, name) : SWATHE_OK;
-}
-
-enum swathe_status sw_device_cuda_global(struct sw_device_cuda *device, void *module,
-                                         const char *name, void *value, size_t bytes)
-{
-  device_pointer address = 0;
-  size_t size = 0;
-  const int result = driver.module_global(&address, &size, module, name);
-
-  if (result) return fail_symbol(device, result, name);
-  if (size != bytes)
-    return sw_fail(SWATHE_LOAD, "%s has %zu bytes in the image, %zu here", name, size, bytes);
-  return check(device, driver.read_now(value, address, bytes), "an image cannot be read");
 }
 
 enum swathe_status sw_device_cuda_allow_shared(struct sw_device_cuda *device, void *function,

@@ -100,9 +100,6 @@ enum swathe_status sw_device_cuda_load(struct sw_device_cuda *device, const char
 void sw_device_cuda_unload(struct sw_device_cuda *device, void *module);
 enum swathe_status sw_device_cuda_function(struct sw_device_cuda *device, void *module,
                                            const char *name, void **function);
-// Reads a variable of the module.
-enum swathe_status sw_device_cuda_global(struct sw_device_cuda *device, void *module,
-                                         const char *name, void *value, size_t bytes);
 // Lets blocks of the function have this much dynamic shared memory.
 enum swathe_status sw_device_cuda_allow_shared(struct sw_device_cuda *device, void *function,
                                                const char *name, int bytes);

@@ -711,10 +711,26 @@ enum swathe_status sw_jit_warm(struct sw_jit *jit, const struct sw_jit_request *
 
 enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name, void **address)
 {
-  void *found = image->bytes ? (void *)(uintptr_t)sw_jit_cuda_variable(&image->parts, name)
+  size_t bytes;
+  void *found = image->bytes ? (void *)(uintptr_t)sw_jit_cuda_variable(&image->parts, name, &bytes)
                              : dlsym(image->handle, name);
   if (!found) return sw_fail(SWATHE_LOAD, "the compiled %s has no symbol '%s'", image->name, name);
   *address = found;
+  return SWATHE_OK;
+}
+
+enum swathe_status sw_jit_variable(const struct sw_jit_image *image, const char *name, void *value,
+                                   size_t bytes)
+{
+  size_t found_bytes = 0;
+  const void *found =
+      image->bytes ? sw_jit_cuda_variable(&image->parts, name, &found_bytes) : NULL;
+  if (!found)
+    return sw_fail(SWATHE_LOAD, "the compiled %s has no variable '%s'", image->name, name);
+  if (found_bytes != bytes)
+    return sw_fail(SWATHE_LOAD, "%s has %zu bytes in the image, %zu here", name, found_bytes,
+                   bytes);
+  memcpy(value, found, bytes);
   return SWATHE_OK;
 }
 

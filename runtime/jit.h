@@ -88,6 +88,9 @@ void sw_jit_job_kill(struct sw_jit_job *job);  // and frees it
 // SWATHE_LOAD if there is none.
 enum swathe_status sw_jit_symbol(const struct sw_jit_image *image, const char *name,
                                  void **address);
+// The initial value of a CUDA image's variable, which has exactly that many bytes.
+enum swathe_status sw_jit_variable(const struct sw_jit_image *image, const char *name, void *value,
+                                   size_t bytes);
 void sw_jit_unload(struct sw_jit_image *image);
 
 // A CUDA image, for the driver: machine code for one architecture, and the PTX (zero-terminated)

@@ -97,7 +97,8 @@ static bool read_symbol(const struct section *symbols, size_t index, Elf64_Sym *
   return true;
 }
 
-const void *sw_jit_cuda_variable(const struct sw_jit_cuda_parts *parts, const char *name)
+const void *sw_jit_cuda_variable(const struct sw_jit_cuda_parts *parts, const char *name,
+                                 size_t *bytes)
 {
   struct elf elf;
   struct section symbols, home;
@@ -111,8 +112,9 @@ const void *sw_jit_cuda_variable(const struct sw_jit_cuda_parts *parts, const ch
         !read_section(&elf, symbol.st_shndx, &home) || !home.bytes)
       continue;
     // in a CUBIN a symbol's value counts from the start of its section
-    if (symbol.st_value <= home.size && symbol.st_size <= home.size - symbol.st_value)
-      return home.bytes + symbol.st_value;
+    if (symbol.st_value > home.size || symbol.st_size > home.size - symbol.st_value) continue;
+    *bytes = (size_t)symbol.st_size;
+    return home.bytes + symbol.st_value;
   }
   return NULL;
 }

@@ -22,7 +22,9 @@ enum swathe_status sw_jit_cuda_pack(const void *cubin, size_t cubin_bytes, const
 // bytes of this version.
 bool sw_jit_cuda_unpack(const unsigned char *bytes, size_t size, struct sw_jit_cuda_parts *parts);
 
-// Where the CUBIN holds the initial value of a variable; NULL if there is none of that name.
-const void *sw_jit_cuda_variable(const struct sw_jit_cuda_parts *parts, const char *name);
+// Where the CUBIN holds the initial value of a variable, and its size; NULL if there is none of
+// that name.
+const void *sw_jit_cuda_variable(const struct sw_jit_cuda_parts *parts, const char *name,
+                                 size_t *bytes);
 
 #endif

@@ -152,6 +152,13 @@ static void an_image_is_code_and_its_text(void **state)
     assert_int_equal(sw_jit_symbol(image, "room", &address), SWATHE_LOAD);   // begins as nothing
     assert_int_equal(sw_jit_symbol(image, "absent", &address), SWATHE_LOAD);
     assert_non_null(strstr(swathe_error(), "absent"));
+    int launch[2] = { 0 };
+    assert_int_equal(sw_jit_variable(image, "scale_launch", launch, sizeof launch), SWATHE_OK);
+    assert_int_equal(launch[0], 64);
+    assert_int_equal(launch[1], 4096);
+    assert_int_equal(sw_jit_variable(image, "scale_launch", launch, 4), SWATHE_LOAD);
+    assert_non_null(strstr(swathe_error(), "scale_launch has 8 bytes in the image, 4 here"));
+    assert_int_equal(sw_jit_variable(image, "absent", launch, sizeof launch), SWATHE_LOAD);
     sw_jit_unload(image);
   }
 }
