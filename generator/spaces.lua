@@ -18,6 +18,14 @@
 -- They are evaluated as soon as every knob they read is bound: knobs that decide much come first.
 -- In templates facts, lanes, registers, knobs and sizes are upper-case constants.
 
+-- What both passes of attention depend on.
+local attention_facts = {
+  cpu = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
+          "window_right", "sinks", "softcap", "bf16" },
+  cuda = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
+           "window_right", "f16", "sinks", "softcap" },
+}
+
 -- ---- Tiles of the cuda kernels ------------------------------------------------------------------
 
 -- Elements of a row in whole products; 16-byte chunks from one row of a tile to the next, as
@@ -248,8 +256,7 @@ return {
 
     forward = {
       summary = "queries against the keys of their window: out and lse",
-      fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
-                "window_right", "sinks", "softcap", "bf16" },
+      fixed = attention_facts.cpu,
       tune = {
         { "vectors",     { 1, 2, 3, 4 },            "vectors of query rows in a tile" },
         { "pack",        { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
@@ -349,8 +356,7 @@ return {
 
     backward = {
       summary = "gradients of queries, and of the keys and values of their window",
-      fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
-                "window_right", "sinks", "softcap", "bf16" },
+      fixed = attention_facts.cpu,
       tune = {
         { "vectors",     { 1, 2, 3, 4 },            "vectors of query rows in a panel" },
         { "pack",        { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
@@ -496,8 +502,7 @@ return {
 
     forward = {
       summary = "queries against the keys of their window: out and lse",
-      fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
-                "window_right", "f16", "sinks", "softcap" },
+      fixed = attention_facts.cuda,
       tune = {
         { "wgmma",      { 0, 1 },                   "whether warpgroups multiply, with wgmma" },
         { "pack",       { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
@@ -604,8 +609,7 @@ return {
 
     backward = {
       summary = "gradients of queries, and of the keys and values of their window",
-      fixed = { "gqa", "head_dim_qk", "head_dim_v", "left_limited", "window_left", "right_limited",
-                "window_right", "f16", "sinks", "softcap" },
+      fixed = attention_facts.cuda,
       tune = {
         { "wgmma",      { 0, 1 },            "whether warpgroups multiply, with wgmma" },
         { "dq_pack",    { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
