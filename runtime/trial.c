@@ -769,12 +769,14 @@ static bool receive_all(int end, void *bytes, size_t size)
   return true;
 }
 
-// Starts a child that runs `work` and ends; *end is the parent's end of their socket.
+// Starts a child that runs `work` and ends; *end is the parent's end of their socket, -1 without.
 static enum swathe_status start_child(struct sw_trial_bench *bench, const char *config,
                                       void (*work)(struct sw_trial_bench *, const char *, int end),
                                       pid_t *pid, int *end)
 {
   int ends[2];
+  *pid = -1;
+  *end = -1;
   if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends))
     return sw_fail(SWATHE_DEVICE, "no socket for a trial: %s", strerror(errno));
   fflush(NULL);
