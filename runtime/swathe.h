@@ -620,9 +620,11 @@ struct swathe_tuned {
 
 // Measures one rank's share of the problem on this machine and stores samples and picks.  The
 // default config always takes part; each candidate must match the reference before it may win.
-// Resumes where an interrupted call stopped.  A finished pick is replaced only by one that beats it
-// by more than the noise.  `tuned` is [2], by direction.  SWATHE_INTERRUPTED: stopped, but kept.
-// SWATHE_TIMEOUT: another process tunes into the same database.
+// Resumes where an interrupted call stopped, and where one stopped that had a smaller budget or was
+// of other kernel texts; else what the database has is the answer, and nothing is measured.  A
+// finished pick is replaced only by one that beats it by more than the noise.  `tuned` is [2], by
+// direction.  SWATHE_INTERRUPTED: stopped, but kept.  SWATHE_TIMEOUT: another process tunes into
+// the same database.
 SWATHE_API enum swathe_status swathe_tune(struct swathe_context *context,
                                           const struct swathe_problem *problem,
                                           const struct swathe_tune_options *options,

@@ -1,15 +1,15 @@
 // tune.c: finds the config a problem runs fastest with on this machine, and stores every sample
 // and the pick.  What to try and what to believe is decided in search.c; here candidates are
 // listed, compiled side by side while nothing is timed, checked and timed (trial.c), and what
-// comes of it is stored.
-#include <errno.h>
+// comes of it is stored (ledger.c).
+#include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
 #include "lease.h"
+#include "ledger.h"
 #include "limit.h"
 #include "trial.h"
 
@@ -28,35 +28,17 @@ struct tuning {
   const struct swathe_tune_options *options;
   enum swathe_direction direction;
   struct sw_aim aim;
-  struct sw_db *db;
-  int64_t session;
   struct sw_db_environment environment;
-  struct sw_db_held held;  // the pick that the database has
+  struct sw_ledger ledger;
   struct sw_trial_bench *bench;
   struct sw_search search;
-  struct sw_search_candidate *candidates;  // [0] is the default; texts are ours
-  bool *counted;                           // [count]: in `tried` already
-  int64_t count, capacity, refused;
-  int64_t tried;          // with a verdict, earlier sessions' included
-  double limit_us;        // no config can be faster; 0: not known
+  int64_t refused;
   double begin_s, end_s;  // of this direction
-  struct swathe_tuned *tuned;
 };
 
 static bool stopped(const struct tuning *tuning)
 {
   return tuning->options->stop && *tuning->options->stop;
-}
-
-static const char *best_config(const struct tuning *tuning)
-{
-  return tuning->candidates[tuning->search.best].config;
-}
-
-static double limit_share(const struct tuning *tuning)
-{
-  const double best_us = tuning->search.default_us * tuning->search.best_ratio;
-  return tuning->limit_us > 0 && best_us > 0 ? tuning->limit_us / best_us : 0;
 }
 
 static void show_progress(const struct tuning *tuning, const char *trying)
@@ -65,55 +47,22 @@ static void show_progress(const struct tuning *tuning, const char *trying)
   const struct sw_search *search = &tuning->search;
   const struct swathe_progress progress = {
     .direction = tuning->direction,
-    .tried = tuning->tried,
-    .total = tuning->count,
+    .tried = tuning->ledger.tried,
+    .total = tuning->ledger.count,
     .refused = tuning->refused,
     .elapsed_s = sw_layer_now_s() - tuning->begin_s,
     .budget_s = tuning->end_s - tuning->begin_s,
     .left_s = search->operations ? sw_search_left_s(search) : tuning->end_s - sw_layer_now_s(),
     .default_us = search->default_us,
     .best_us = search->default_us * search->best_ratio,
-    .limit_share = limit_share(tuning),
-    .best = best_config(tuning),
+    .limit_share = sw_ledger_limit_share(&tuning->ledger, search),
+    .best = tuning->ledger.candidates[search->best].config,
     .trying = trying,
   };
   tuning->options->progress(tuning->options->arg, &progress);
 }
 
-static struct sw_db_row row_of(const struct tuning *tuning, const char *config)
-{
-  return (struct sw_db_row){ .problem = tuning->problem,
-                             .kernel = sw_context_kernel_name(tuning->direction),
-                             .environment = &tuning->environment,
-                             .config = config };
-}
-
-static struct sw_gen_request request_of(const struct tuning *tuning)
-{
-  return (struct sw_gen_request){ .problem = tuning->problem,
-                                  .kernel = sw_context_kernel_name(tuning->direction),
-                                  .isa = tuning->aim.isa };
-}
-
 // ---- Candidates -------------------------------------------------------------------------------
-
-static enum swathe_status add_candidate(struct tuning *tuning, const char *config)
-{
-  if (tuning->count == tuning->capacity) {
-    const int64_t capacity = tuning->capacity ? 2 * tuning->capacity : 256;
-    struct sw_search_candidate *grown =
-        realloc(tuning->candidates, (size_t)capacity * sizeof *grown);
-    if (!grown)
-      return sw_fail(SWATHE_NO_MEMORY, "no memory for %lld candidates", (long long)capacity);
-    tuning->candidates = grown;
-    tuning->capacity = capacity;
-  }
-  char *copy = strdup(config);
-  if (!copy) return sw_fail(SWATHE_NO_MEMORY, "no memory for a candidate");
-  tuning->candidates[tuning->count++] =
-      (struct sw_search_candidate){ .config = copy, .verdict = SW_VERDICT_UNTRIED };
-  return SWATHE_OK;
-}
 
 struct listing {
   struct tuning *tuning;
@@ -124,8 +73,8 @@ static bool list_candidate(void *arg, const char *config)
 {
   struct listing *listing = arg;
   struct tuning *tuning = listing->tuning;
-  if (strcmp(config, tuning->candidates[0].config)) listing->status = add_candidate(tuning, config);
-  return !listing->status && tuning->count < MOST_CONFIGS && !stopped(tuning);
+  listing->status = sw_ledger_add(&tuning->ledger, config);
+  return !listing->status && tuning->ledger.count < MOST_CONFIGS && !stopped(tuning);
 }
 
 static void count_refused(void *arg, const char *rule, int64_t points)
@@ -137,74 +86,18 @@ static void count_refused(void *arg, const char *rule, int64_t points)
 // The default first, then the space in its order.
 static enum swathe_status list_candidates(struct tuning *tuning)
 {
-  const struct sw_gen_request request = request_of(tuning);
   char config[SW_CONFIG_TEXT];
   struct listing listing = { .tuning = tuning };
 
   pthread_mutex_lock(&tuning->context->mutex);
-  enum swathe_status status = sw_gen_default(tuning->context->gen, &request, config);
+  enum swathe_status status =
+      sw_gen_default(tuning->context->gen, &tuning->ledger.request, config);
   pthread_mutex_unlock(&tuning->context->mutex);
-  if (!status) status = add_candidate(tuning, config);
+  if (!status) status = sw_ledger_add(&tuning->ledger, config);
   if (!status)
     status = swathe_configs(tuning->context, tuning->problem, tuning->direction, NULL,
                             tuning->options->exhaustive, list_candidate, count_refused, &listing);
-  if (!status) status = listing.status;
-  if (status) return status;
-  tuning->counted = calloc((size_t)tuning->count, sizeof *tuning->counted);
-  return tuning->counted ? SWATHE_OK : sw_fail(SWATHE_NO_MEMORY, "no memory for candidates");
-}
-
-static int64_t find_candidate(const struct tuning *tuning, const char *config)
-{
-  for (int64_t i = 0; i < tuning->count; i++)
-    if (!strcmp(tuning->candidates[i].config, config)) return i;
-  return -1;
-}
-
-// ---- What the database already knows ----------------------------------------------------------
-
-static enum sw_verdict verdict_of(const char *name)
-{
-  int v = SW_VERDICT_OK;
-  while (v < SW_VERDICT_UNTRIED && strcmp(sw_verdict_name((enum sw_verdict)v), name)) v++;
-  return (enum sw_verdict)v;
-}
-
-static void recall(void *arg, const char *config, const char *verdict, double median_us,
-                   double ratio)
-{
-  struct tuning *tuning = arg;
-  const int64_t i = find_candidate(tuning, config);
-  (void)median_us;
-  if (i <= 0) return;  // the default is timed anew in every session
-  struct sw_search_candidate *candidate = &tuning->candidates[i];
-  candidate->verdict = verdict_of(verdict);
-  candidate->ratio = candidate->verdict == SW_VERDICT_OK ? ratio : 0;
-  if (candidate->verdict == SW_VERDICT_UNTRIED || tuning->counted[i]) return;
-  tuning->counted[i] = true;
-  tuning->tried++;
-}
-
-// The stored pick, if it is still in the space; a finished search needs no measuring.
-static enum swathe_status recall_pick(struct tuning *tuning, bool *done)
-{
-  const struct sw_db_row row = row_of(tuning, "");
-  const struct sw_gen_request request = request_of(tuning);
-  char config[SW_CONFIG_TEXT];
-  enum swathe_status status = sw_db_held(tuning->db, &row, &tuning->held);
-
-  *done = false;
-  if (status || !tuning->held.found) return status;
-  pthread_mutex_lock(&tuning->context->mutex);
-  tuning->held.found = !sw_gen_check(tuning->context->gen, &request, tuning->held.config, config);
-  pthread_mutex_unlock(&tuning->context->mutex);
-  *done = tuning->held.found && tuning->held.complete && !tuning->options->again;
-  if (!*done) return SWATHE_OK;
-  snprintf(tuning->tuned->config, sizeof tuning->tuned->config, "%s", config);
-  tuning->tuned->ratio = tuning->held.ratio;
-  tuning->tuned->limit_share = tuning->held.limit_share;
-  tuning->tuned->reused = true;
-  return SWATHE_OK;
+  return status ? status : listing.status;
 }
 
 // ---- Compile ----------------------------------------------------------------------------------
@@ -270,39 +163,6 @@ static void build(struct tuning *tuning, struct building *batch, int count)
   }
 }
 
-// ---- Store ------------------------------------------------------------------------------------
-
-static void count_tried(struct tuning *tuning, int64_t candidate, enum sw_verdict verdict)
-{
-  if (tuning->counted[candidate]) return;
-  tuning->counted[candidate] = true;
-  tuning->tried++;
-  tuning->tuned->tried++;
-  tuning->tuned->rejected += verdict == SW_VERDICT_WRONG;
-  tuning->tuned->failed += verdict != SW_VERDICT_OK && verdict != SW_VERDICT_WRONG;
-}
-
-static enum swathe_status put_failure(struct tuning *tuning, int64_t candidate,
-                                      enum sw_verdict verdict, const char *words)
-{
-  const struct sw_db_row row = row_of(tuning, tuning->candidates[candidate].config);
-  const struct sw_db_sample sample = { .verdict = sw_verdict_name(verdict), .words = words };
-  count_tried(tuning, candidate, verdict);
-  return sw_db_put_sample(tuning->db, tuning->session, &row, &sample);
-}
-
-static enum swathe_status put_pick(struct tuning *tuning, bool complete)
-{
-  const struct sw_db_row row = row_of(tuning, best_config(tuning));
-  const struct sw_search *search = &tuning->search;
-  const struct sw_db_pick pick = { .best_us = search->default_us * search->best_ratio,
-                                   .default_us = search->default_us,
-                                   .ratio = search->best_ratio,
-                                   .limit_share = limit_share(tuning),
-                                   .complete = complete };
-  return sw_db_put_pick(tuning->db, tuning->session, &row, &pick);
-}
-
 // ---- The search's operations ------------------------------------------------------------------
 
 // Whether a CUDA kernel spills or is over a limit, as the binary in the cache says; the words why.
@@ -326,13 +186,13 @@ static enum swathe_status check_built(struct tuning *tuning, struct building *bu
   // the default, candidate 0, is tried in any case: everything is measured beside it
   if (building->failed || (refused && candidate > 0)) {
     *verdict = SW_VERDICT_COMPILE;
-    return put_failure(tuning, candidate, *verdict, building->words);
+    return sw_ledger_put_failure(&tuning->ledger, candidate, *verdict, building->words);
   }
   show_progress(tuning, building->config);
   const enum swathe_status status =
       sw_trial_check(tuning->bench, building->config, tuning->options->stop, verdict, words);
   if (status || *verdict == SW_VERDICT_OK) return status;
-  return put_failure(tuning, candidate, *verdict, words);
+  return sw_ledger_put_failure(&tuning->ledger, candidate, *verdict, words);
 }
 
 static enum swathe_status prepare(void *arg, const int64_t *candidates, int32_t count,
@@ -344,7 +204,8 @@ static enum swathe_status prepare(void *arg, const int64_t *candidates, int32_t 
 
   sw_trial_end_racers(tuning->bench);
   memset(batch, 0, sizeof batch);
-  for (int32_t i = 0; i < count; i++) batch[i].config = tuning->candidates[candidates[i]].config;
+  for (int32_t i = 0; i < count; i++)
+    batch[i].config = tuning->ledger.candidates[candidates[i]].config;
   show_progress(tuning, batch[0].config);
   build(tuning, batch, count);
   for (int32_t i = 0; i < count && !status; i++) {
@@ -364,7 +225,7 @@ static enum swathe_status measure(void *arg, struct sw_search_round *round)
   show_progress(tuning, "");
   if (stopped(tuning)) return sw_fail(SWATHE_INTERRUPTED, "stopped; what was measured is kept");
   for (int32_t i = 0; i < round->count; i++)
-    slots[i].config = tuning->candidates[round->order[i]].config;
+    slots[i].config = tuning->ledger.candidates[round->order[i]].config;
   enum swathe_status status =
       sw_trial_round(tuning->bench, slots, round->count, round->stage == SW_SEARCH_LOADED,
                      tuning->options->stop, &round->noisy);
@@ -372,37 +233,21 @@ static enum swathe_status measure(void *arg, struct sw_search_round *round)
     round->us[i] = slots[i].us;
     round->verdicts[i] = slots[i].verdict;
     if (slots[i].verdict == SW_VERDICT_OK || slots[i].verdict == SW_VERDICT_UNTRIED) continue;
-    status = put_failure(tuning, round->order[i], slots[i].verdict, slots[i].words);
+    status = sw_ledger_put_failure(&tuning->ledger, round->order[i], slots[i].verdict,
+                                   slots[i].words);
   }
   return status;
 }
 
 static enum swathe_status note(void *arg, const struct sw_search_runs *runs)
 {
-  struct tuning *tuning = arg;
-  const struct sw_db_row row = row_of(tuning, tuning->candidates[runs->candidate].config);
-  double sorted[SW_SEARCH_MOST_RUNS];
-
-  memcpy(sorted, runs->us, sizeof sorted);
-  const struct sw_db_sample sample = {
-    .verdict = "ok",
-    .words = "",
-    .runs_us = runs->us,
-    .default_runs_us = runs->beside == 0 ? runs->beside_us : NULL,
-    .runs = runs->runs,
-    .median_us = sw_search_median(sorted, runs->runs),
-    .ratio = runs->ratio,
-    .noisy = 2 * runs->noisy > runs->runs,
-  };
-  count_tried(tuning, runs->candidate, SW_VERDICT_OK);
-  return sw_db_put_sample(tuning->db, tuning->session, &row, &sample);
+  return sw_ledger_note(&((struct tuning *)arg)->ledger, runs);
 }
 
-// Until the search is over, only a problem without a finished pick gets what leads.
 static enum swathe_status lead(void *arg)
 {
   struct tuning *tuning = arg;
-  return tuning->held.found && tuning->held.complete ? SWATHE_OK : put_pick(tuning, false);
+  return sw_ledger_lead(&tuning->ledger, &tuning->search);
 }
 
 static double search_now_s(void *arg)
@@ -446,7 +291,7 @@ static void measure_limits(struct tuning *tuning, struct limits *limits)
 
   memset(limits, 0, sizeof *limits);
   if (tuning->aim.cuda || sw_context_source(tuning->context, tuning->problem, name, tuning->aim.isa,
-                                            tuning->candidates[0].config, &source))
+                                            tuning->ledger.candidates[0].config, &source))
     return;
   if (sw_limit_measure(tuning->context, SWATHE_F32, source.flags, &limits->of[1]) ||
       (tuning->problem->dtype == SWATHE_BF16 &&
@@ -468,7 +313,7 @@ static double least_us(const struct sw_limit *limit, double flops, double bytes)
 // candidate's bound counts all products of its tiles, too, made by the instruction it uses.
 static enum swathe_status find_bounds(struct tuning *tuning)
 {
-  const struct sw_gen_request request = request_of(tuning);
+  const struct sw_gen_request *request = &tuning->ledger.request;
   struct limits limits;
   double flops, bytes;
   enum swathe_status status = SWATHE_OK;
@@ -476,12 +321,12 @@ static enum swathe_status find_bounds(struct tuning *tuning)
   measure_limits(tuning, &limits);
   sw_trial_work(tuning->bench, &flops, &bytes);
   const bool pairs = limits.of[2].flops_per_s > limits.of[1].flops_per_s;
-  tuning->limit_us = least_us(&limits.of[pairs ? 2 : 1], flops, bytes);
-  for (int64_t i = 0; i < tuning->count && !status; i++) {
-    struct sw_search_candidate *candidate = &tuning->candidates[i];
+  tuning->ledger.limit_us = least_us(&limits.of[pairs ? 2 : 1], flops, bytes);
+  for (int64_t i = 0; i < tuning->ledger.count && !status; i++) {
+    struct sw_search_candidate *candidate = &tuning->ledger.candidates[i];
     struct sizes sizes = { 0 };
     pthread_mutex_lock(&tuning->context->mutex);
-    status = sw_gen_sizes(tuning->context->gen, &request, candidate->config, note_size, &sizes);
+    status = sw_gen_sizes(tuning->context->gen, request, candidate->config, note_size, &sizes);
     pthread_mutex_unlock(&tuning->context->mutex);
     const double counted =
         sizes.counted_permille > 1000 ? 1e-3 * (double)sizes.counted_permille : 1;
@@ -502,7 +347,7 @@ static int64_t memory_bytes(const struct tuning *tuning)
 
 static enum swathe_status prepare_bench(struct tuning *tuning)
 {
-  const struct sw_trial_options options = { .default_config = tuning->candidates[0].config,
+  const struct sw_trial_options options = { .default_config = tuning->ledger.candidates[0].config,
                                             .trial_s = tuning->options->trial_s,
                                             .memory_bytes = memory_bytes(tuning) };
   return sw_trial_prepare(tuning->context, tuning->problem, tuning->direction, &options,
@@ -513,32 +358,19 @@ static void set_up_search(struct tuning *tuning)
 {
   const double good = tuning->options->good_enough;
   const int32_t processors = sw_device_cpu_processors();
-  const int64_t held = tuning->held.found && tuning->held.complete
-                           ? find_candidate(tuning, tuning->held.config)
-                           : -1;
 
   tuning->search = (struct sw_search){
     .operations = &operations,
     .arg = tuning,
-    .candidates = tuning->candidates,
-    .count = tuning->count,
-    .holder = held > 0 ? held : 0,
-    .holder_quiet = held >= 0 && tuning->held.quiet,
     .end_s = tuning->end_s,
     .good_enough = good < 0   ? 0
                    : good > 0 ? good
                               : default_good_enough,
     .heat = processors > LEAST_HEAT ? processors : LEAST_HEAT,
     .patience = PATIENCE,
-    .seed = (uint64_t)tuning->session,
+    .seed = (uint64_t)tuning->ledger.session,
   };
-}
-
-// A pick that held against noise rests on its older, quiet samples: it stays as it is stored.
-static bool keeps_stored_pick(const struct tuning *tuning)
-{
-  return tuning->held.found && tuning->held.complete && tuning->held.quiet &&
-         tuning->search.noisy && !strcmp(tuning->held.config, best_config(tuning));
+  sw_ledger_start(&tuning->ledger, &tuning->search);
 }
 
 static enum swathe_status tune_direction(struct tuning *tuning)
@@ -548,35 +380,19 @@ static enum swathe_status tune_direction(struct tuning *tuning)
 
   show_progress(tuning, "");
   status = prepare_bench(tuning);
-  if (!status && !tuning->options->again) {
-    const struct sw_db_row row = row_of(tuning, "");
-    status = sw_db_known(tuning->db, &row, recall, tuning);
-  }
-  if (status) return status;
-  status = find_bounds(tuning);
+  if (!status && !tuning->options->again) status = sw_ledger_recall(&tuning->ledger);
+  if (!status) status = find_bounds(tuning);
   if (status) return status;
   set_up_search(tuning);
-  status = sw_search_run(&tuning->search);
-  if (!status && !keeps_stored_pick(tuning)) status = put_pick(tuning, true);
+  status = sw_ledger_end(&tuning->ledger, &tuning->search, sw_search_run(&tuning->search));
   show_progress(tuning, "");
-  struct swathe_tuned *tuned = tuning->tuned;
-  if (!(tuning->search.default_us > 0)) return status;
-  snprintf(tuned->config, sizeof tuned->config, "%s", best_config(tuning));
-  tuned->default_us = tuning->search.default_us;
-  tuned->best_us = tuning->search.default_us * tuning->search.best_ratio;
-  tuned->ratio = tuning->search.best_ratio;
-  tuned->limit_share = limit_share(tuning);
-  tuned->noisy = tuning->search.noisy;
-  tuned->good_enough = tuning->search.ended_good;
   return status;
 }
 
 static void free_tuning(struct tuning *tuning)
 {
   sw_trial_free(tuning->bench);
-  for (int64_t i = 0; i < tuning->count; i++) free((char *)(uintptr_t)tuning->candidates[i].config);
-  free(tuning->candidates);
-  free(tuning->counted);
+  sw_ledger_free(&tuning->ledger);
 }
 
 struct call {
@@ -587,7 +403,7 @@ struct call {
   struct sw_aim aim;
   struct sw_db *db;
   int64_t session;
-  double end_s;
+  double budget_s, end_s;
 };
 
 static enum swathe_status tune_both(struct call *call)
@@ -606,15 +422,23 @@ static enum swathe_status tune_both(struct call *call)
       .options = call->options,
       .direction = (enum swathe_direction)d,
       .aim = call->aim,
-      .db = call->db,
-      .session = call->session,
-      .tuned = &call->tuned[d],
       .begin_s = begin,
       .end_s = begin + (d == 0 && wanted[1] ? left / 2 : left),
     };
+    tuning.ledger = (struct sw_ledger){
+      .context = call->context,
+      .db = call->db,
+      .session = call->session,
+      .request = { .problem = call->problem,
+                   .kernel = sw_context_kernel_name(tuning.direction),
+                   .isa = tuning.aim.isa },
+      .environment = &tuning.environment,
+      .tuned = &call->tuned[d],
+    };
     bool done = false;
-    sw_context_environment(call->context, &call->aim, &tuning.environment);
-    status = recall_pick(&tuning, &done);
+    sw_context_environment(call->context, &tuning.aim, &tuning.environment);
+    status = sw_ledger_recall_pick(&tuning.ledger,
+                                   call->options->again ? INFINITY : call->budget_s, &done);
     if (!status && !done) status = tune_direction(&tuning);
     free_tuning(&tuning);
   }
@@ -627,7 +451,8 @@ enum swathe_status swathe_tune(struct swathe_context *context, const struct swat
 {
   const double budget_s = options->budget_s > 0 ? options->budget_s : default_budget_s;
   const double wait_s = options->wait_s > 0 ? options->wait_s : default_wait_s;
-  struct call call = { .context = context, .problem = problem, .options = options, .tuned = tuned };
+  struct call call = { .context = context, .problem = problem, .options = options, .tuned = tuned,
+                       .budget_s = budget_s };
   struct sw_lease lease = { .file = -1 };
   enum swathe_status status = swathe_problem_check(problem);
 

@@ -4,15 +4,13 @@
 // Rank 0 searches (search.c) and stores; the others serve.  A round is an order of rank 0's, which
 // all ranks carry out side by side, and a report of each; a candidate's time is the slowest rank's.
 // No exchange may change a result, so each candidate is checked by the bits of the default's.
-#include <errno.h>
-#include <inttypes.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "lease.h"
-#include "search.h"
-#include "layer.h"
+#include "ledger.h"
 
 static const double default_budget_s = 60, default_wait_s = 60;
 static const double least_run_us = 5000;  // shorter ones are repeated
@@ -56,12 +54,9 @@ struct tuning {
   struct order *orders;                // [ranks]; rank 0's counts
   struct report *reports, mine;        // [ranks]
   // rank 0
-  struct sw_db *db;
-  int64_t session;
   struct sw_exchange_place place;
+  struct sw_ledger ledger;
   struct sw_search search;
-  struct sw_search_candidate *candidates;
-  int64_t count, capacity;
   int32_t repeats;
   struct swathe_tuned tuned;
 };
@@ -214,14 +209,6 @@ static enum swathe_status serve(struct tuning *tuning)
 
 // ---- The search, on rank 0 ---------------------------------------------------------------------
 
-static struct sw_db_row row_of(const struct tuning *tuning, const char *config)
-{
-  return (struct sw_db_row){ .problem = tuning->problem,
-                             .kernel = sw_exchange_kernel,
-                             .environment = &tuning->place.environment,
-                             .config = config };
-}
-
 static enum swathe_status prepare(void *arg, const int64_t *candidates, int32_t count,
                                   enum sw_verdict *verdicts)
 {
@@ -244,7 +231,8 @@ static enum swathe_status measure(void *arg, struct sw_search_round *round)
   order->count = round->count;
   order->repeats = tuning->repeats;
   for (int32_t i = 0; i < round->count; i++)
-    snprintf(order->configs[i], SW_CONFIG_TEXT, "%s", tuning->candidates[round->order[i]].config);
+    snprintf(order->configs[i], SW_CONFIG_TEXT, "%s",
+             tuning->ledger.candidates[round->order[i]].config);
   enum swathe_status status = pass_on(tuning, order);
   free(order);
   if (!status) status = carry_out(tuning);
@@ -261,46 +249,22 @@ static enum swathe_status measure(void *arg, struct sw_search_round *round)
       wrong = wrong || report->wrong[i];
     }
     round->verdicts[i] = wrong ? SW_VERDICT_WRONG : SW_VERDICT_OK;
-    if (!wrong || status) continue;
-    const struct sw_db_row row = row_of(tuning, tuning->candidates[round->order[i]].config);
-    tuning->tuned.rejected++;
-    status = sw_db_put_sample(tuning->db, tuning->session, &row,
-                              &(struct sw_db_sample){ .verdict = "wrong", .words = differs });
+    if (wrong && !status)
+      status = sw_ledger_put_failure(&tuning->ledger, round->order[i], SW_VERDICT_WRONG, differs);
   }
   return status;
 }
 
 static enum swathe_status note(void *arg, const struct sw_search_runs *runs)
 {
-  struct tuning *tuning = arg;
-  const struct sw_db_row row = row_of(tuning, tuning->candidates[runs->candidate].config);
-  double sorted[SW_SEARCH_MOST_RUNS];
-
-  memcpy(sorted, runs->us, sizeof sorted);
-  const struct sw_db_sample sample = {
-    .verdict = "ok",
-    .words = "",
-    .runs_us = runs->us,
-    .default_runs_us = runs->beside == 0 ? runs->beside_us : NULL,
-    .runs = runs->runs,
-    .median_us = sw_search_median(sorted, runs->runs),
-    .ratio = runs->ratio,
-  };
-  return sw_db_put_sample(tuning->db, tuning->session, &row, &sample);
+  return sw_ledger_note(&((struct tuning *)arg)->ledger, runs);
 }
 
-static enum swathe_status put_pick(struct tuning *tuning, bool complete)
+static enum swathe_status lead(void *arg)
 {
-  const struct sw_search *search = &tuning->search;
-  const struct sw_db_row row = row_of(tuning, tuning->candidates[search->best].config);
-  const struct sw_db_pick pick = { .best_us = search->default_us * search->best_ratio,
-                                   .default_us = search->default_us,
-                                   .ratio = search->best_ratio,
-                                   .complete = complete };
-  return sw_db_put_pick(tuning->db, tuning->session, &row, &pick);
+  struct tuning *tuning = arg;
+  return sw_ledger_lead(&tuning->ledger, &tuning->search);
 }
-
-static enum swathe_status lead(void *arg) { return put_pick(arg, false); }
 
 static double now_s(void *arg)
 {
@@ -314,37 +278,20 @@ static const struct sw_search_operations operations = {
 
 // ---- Candidates --------------------------------------------------------------------------------
 
-static enum swathe_status add_candidate(struct tuning *tuning, const char *config)
-{
-  if (tuning->count && !strcmp(config, tuning->candidates[0].config)) return SWATHE_OK;
-  if (tuning->count == tuning->capacity) {
-    const int64_t capacity = 2 * tuning->capacity + 64;
-    void *grown = realloc(tuning->candidates, (size_t)capacity * sizeof *tuning->candidates);
-    if (!grown) return sw_fail(SWATHE_NO_MEMORY, "no memory for candidates");
-    tuning->candidates = grown;
-    tuning->capacity = capacity;
-  }
-  char *copy = strdup(config);
-  if (!copy) return sw_fail(SWATHE_NO_MEMORY, "no memory for a candidate");
-  tuning->candidates[tuning->count++] =
-      (struct sw_search_candidate){ .config = copy, .verdict = SW_VERDICT_UNTRIED };
-  return SWATHE_OK;
-}
-
 // The default first, then the space in its order.
 static enum swathe_status list_candidates(struct tuning *tuning)
 {
-  const struct sw_gen_request request = { tuning->problem, sw_exchange_kernel, tuning->aim.isa };
+  const struct sw_gen_request *request = &tuning->ledger.request;
   struct sw_gen *gen = tuning->context->gen;
   struct sw_gen_walk *walk = NULL;
   char config[SW_CONFIG_TEXT];
 
   pthread_mutex_lock(&tuning->context->mutex);
-  enum swathe_status status = sw_gen_default(gen, &request, config);
-  if (!status) status = add_candidate(tuning, config);
-  if (!status) status = sw_gen_walk_begin(gen, &request, tuning->options->exhaustive, &walk);
+  enum swathe_status status = sw_gen_default(gen, request, config);
+  if (!status) status = sw_ledger_add(&tuning->ledger, config);
+  if (!status) status = sw_gen_walk_begin(gen, request, tuning->options->exhaustive, &walk);
   while (!status && !(status = sw_gen_walk_next(walk, config)))
-    status = add_candidate(tuning, config);
+    status = sw_ledger_add(&tuning->ledger, config);
   if (walk) sw_gen_walk_end(walk);
   pthread_mutex_unlock(&tuning->context->mutex);
   return status == SWATHE_NOT_FOUND ? SWATHE_OK : status;
@@ -353,6 +300,7 @@ static enum swathe_status list_candidates(struct tuning *tuning)
 static enum swathe_status search(struct tuning *tuning, double end_s)
 {
   enum swathe_status status = list_candidates(tuning);
+  if (!status && !tuning->options->again) status = sw_ledger_recall(&tuning->ledger);
   struct sw_search_round first = { .order = &(const int64_t){ 0 }, .count = 1 };
 
   if (status) return status;
@@ -364,41 +312,11 @@ static enum swathe_status search(struct tuning *tuning, double end_s)
   tuning->repeats = repeats < 1 ? 1 : repeats > MOST_REPEATS ? MOST_REPEATS : (int32_t)repeats;
   tuning->search = (struct sw_search){ .operations = &operations,
                                        .arg = tuning,
-                                       .candidates = tuning->candidates,
-                                       .count = tuning->count,
                                        .end_s = end_s,
                                        .heat = SW_SEARCH_MOST_HEAT / 2,
-                                       .seed = (uint64_t)tuning->session };
-  status = sw_search_run(&tuning->search);
-  if (!status) status = put_pick(tuning, true);
-  if (!(tuning->search.default_us > 0)) return status;
-  struct swathe_tuned *tuned = &tuning->tuned;
-  snprintf(tuned->config, sizeof tuned->config, "%s",
-           tuning->candidates[tuning->search.best].config);
-  tuned->default_us = tuning->search.default_us;
-  tuned->best_us = tuning->search.default_us * tuning->search.best_ratio;
-  tuned->ratio = tuning->search.best_ratio;
-  tuned->tried = tuning->search.tried;
-  return status;
-}
-
-// A finished search needs no measuring.
-static enum swathe_status recall_pick(struct tuning *tuning, bool *done)
-{
-  const struct sw_gen_request request = { tuning->problem, sw_exchange_kernel, tuning->aim.isa };
-  const struct sw_db_row row = row_of(tuning, "");
-  struct sw_db_held held;
-  enum swathe_status status = sw_db_held(tuning->db, &row, &held);
-
-  *done = false;
-  if (status || !held.found || !held.complete || tuning->options->again) return status;
-  pthread_mutex_lock(&tuning->context->mutex);
-  *done = !sw_gen_check(tuning->context->gen, &request, held.config, tuning->tuned.config);
-  pthread_mutex_unlock(&tuning->context->mutex);
-  if (!*done) return SWATHE_OK;
-  tuning->tuned.ratio = held.ratio;
-  tuning->tuned.reused = true;
-  return SWATHE_OK;
+                                       .seed = (uint64_t)tuning->ledger.session };
+  sw_ledger_start(&tuning->ledger, &tuning->search);
+  return sw_ledger_end(&tuning->ledger, &tuning->search, sw_search_run(&tuning->search));
 }
 
 static enum swathe_status conduct(struct tuning *tuning)
@@ -407,6 +325,7 @@ static enum swathe_status conduct(struct tuning *tuning)
   const double budget_s = options->budget_s > 0 ? options->budget_s : default_budget_s;
   const double wait_s = options->wait_s > 0 ? options->wait_s : default_wait_s;
   struct swathe_context *context = tuning->context;
+  struct sw_ledger *ledger = &tuning->ledger;
   struct sw_lease lease = { .file = -1 };
   enum swathe_status status = SWATHE_OK;
   bool done = false;
@@ -414,15 +333,21 @@ static enum swathe_status conduct(struct tuning *tuning)
   if (!*context->database)
     return sw_fail(SWATHE_DATABASE,
                    "there is no place for a tuning database: give one, or set SWATHE_DB");
-  status = sw_db_open(context->database, SW_DB_WRITE, &tuning->db);
+  sw_choose_exchange_place(context, &tuning->aim, tuning->transport, &tuning->place);
+  *ledger = (struct sw_ledger){
+    .context = context,
+    .request = { tuning->problem, sw_exchange_kernel, tuning->aim.isa },
+    .environment = &tuning->place.environment,
+    .tuned = &tuning->tuned,
+  };
+  status = sw_db_open(context->database, SW_DB_WRITE, &ledger->db);
   if (!status) status = sw_lease_take(context->database, wait_s, options->stop, &lease);
   if (!status)
-    status = sw_db_session_begin(tuning->db, "tune exchange", budget_s, &tuning->session);
-  sw_choose_exchange_place(context, &tuning->aim, tuning->transport, &tuning->place);
-  if (!status) status = recall_pick(tuning, &done);
+    status = sw_db_session_begin(ledger->db, "tune exchange", budget_s, &ledger->session);
+  if (!status) status = sw_ledger_recall_pick(ledger, options->again ? INFINITY : budget_s, &done);
   if (!status && !done) status = search(tuning, sw_layer_now_s() + budget_s);
   sw_lease_give_back(&lease);
-  if (tuning->db) sw_db_close(tuning->db);
+  if (ledger->db) sw_db_close(ledger->db);
   sw_context_reopen_database(context);
   return status;
 }
@@ -447,8 +372,7 @@ static void free_tuning(struct tuning *tuning)
   swathe_layer_destroy(tuning->layer);
   for (int i = 0; i < INPUTS; i++) free(tuning->inputs[i].data);
   for (int i = 0; i < OUTPUTS; i++) free(tuning->outputs[i].data), free(tuning->expected[i].data);
-  for (int64_t i = 0; i < tuning->count; i++) free((void *)tuning->candidates[i].config);
-  free(tuning->candidates);
+  sw_ledger_free(&tuning->ledger);
   free(tuning->orders);
   free(tuning->reports);
 }

@@ -214,13 +214,15 @@ static void *tune(void *arg)
   return NULL;
 }
 
-static void tune_both(struct tuning_rank ranks[2], const struct swathe_tune_options *options)
+#define TUNED "q_heads=2,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=300,ranks=2,sinks=1"
+
+static void tune_both(struct tuning_rank ranks[2], int64_t tokens_per_rank,
+                      const struct swathe_tune_options *options)
 {
-  const struct swathe_problem problem =
-      problem_of("q_heads=2,kv_heads=2,head_dim_qk=8,head_dim_v=8,window_left=300,ranks=2,"
-                 "tokens_per_rank=1200,sinks=1");
+  struct swathe_problem problem = problem_of(TUNED);
   struct swathe_threads *threads = NULL;
   pthread_t ids[2];
+  problem.tokens_per_rank = tokens_per_rank;
   assert_int_equal(swathe_threads_create(2, 20, &threads), SWATHE_OK);
   for (int r = 0; r < 2; r++) {
     ranks[r] = (struct tuning_rank){ .threads = threads, .problem = &problem,
@@ -238,7 +240,7 @@ static void the_group_tunes_its_exchange(void **state)
   struct tuning_rank ranks[2];
   char first[512];
   (void)state;
-  tune_both(ranks, &options);
+  tune_both(ranks, 1200, &options);
   for (int r = 0; r < 2; r++) {
     if (ranks[r].status) fail_msg("rank %d: %s", r, ranks[r].text);
     assert_string_equal(ranks[r].tuned.config, ranks[0].tuned.config);
@@ -250,12 +252,55 @@ static void the_group_tunes_its_exchange(void **state)
   assert_true(ranks[0].tuned.ratio <= 1);
   assert_int_equal(ranks[0].tuned.rejected, 0);
   snprintf(first, sizeof first, "%s", ranks[0].tuned.config);
-  tune_both(ranks, &options);
+  tune_both(ranks, 1200, &options);
   for (int r = 0; r < 2; r++) {
     assert_int_equal(ranks[r].status, SWATHE_OK);
     assert_true(ranks[r].tuned.reused);
     assert_string_equal(ranks[r].tuned.config, first);
   }
+}
+
+static int64_t count_configs(void)
+{
+  const struct swathe_problem problem = problem_of(TUNED);
+  const struct sw_gen_request request = { &problem, sw_exchange_kernel, context->isa };
+  char config[SW_CONFIG_TEXT];
+  struct sw_gen_walk *walk = NULL;
+  int64_t count = 0;
+  assert_int_equal(sw_gen_walk_begin(context->gen, &request, false, &walk), SWATHE_OK);
+  while (!sw_gen_walk_next(walk, config)) count++;
+  sw_gen_walk_end(walk);
+  return count;
+}
+
+// B37: a budget that ends a search is no end of it for whoever gives more, and what was measured is
+// not measured again.
+static void more_time_goes_on_where_less_ended(void **state)
+{
+  struct swathe_tune_options options = { .budget_s = 1e-6 };
+  struct tuning_rank ranks[2];
+  int64_t tried;
+  (void)state;
+  for (int time = 0; time < 2; time++) {
+    tune_both(ranks, 600, &options);
+    if (ranks[0].status) fail_msg("%s", ranks[0].text);
+    assert_false(ranks[0].tuned.reused);
+    assert_int_equal(ranks[0].tuned.tried, 1);  // the default
+    assert_non_null(strstr(ranks[0].text, "not finished"));
+  }
+  options.budget_s = 1;
+  tune_both(ranks, 600, &options);
+  if (ranks[0].status) fail_msg("%s", ranks[0].text);
+  assert_true(ranks[0].tuned.tried > 1);
+  tried = ranks[0].tuned.tried;
+  tune_both(ranks, 600, &options);
+  assert_true(ranks[0].tuned.reused);
+  options.budget_s = 60;
+  tune_both(ranks, 600, &options);
+  if (ranks[0].status) fail_msg("%s", ranks[0].text);
+  assert_false(ranks[0].tuned.reused);
+  tried += ranks[0].tuned.tried;
+  assert_true(tried <= count_configs() + 1);  // the default alone is timed twice
 }
 
 static void who_stops_tuning_stops_all(void **state)
@@ -264,7 +309,7 @@ static void who_stops_tuning_stops_all(void **state)
   const struct swathe_tune_options options = { .budget_s = 60, .again = true, .stop = &stop };
   struct tuning_rank ranks[2];
   (void)state;
-  tune_both(ranks, &options);
+  tune_both(ranks, 1200, &options);
   for (int r = 0; r < 2; r++) assert_int_equal(ranks[r].status, SWATHE_INTERRUPTED);
 }
 
@@ -376,7 +421,7 @@ struct watched {
   struct swathe_threads *threads;
   const struct sequence *sequence;
   const struct swathe_sharding *sharding;
-  const char *exchange;
+  const char *exchange, *forward;
   struct share *share;
   struct holding holding;
   int32_t rank;
@@ -387,7 +432,7 @@ struct watched {
 static void *run_forward(void *arg)
 {
   struct watched *self = arg;
-  const char *const configs[SW_CONFIGS] = { NULL, NULL, self->exchange };
+  const char *const configs[SW_CONFIGS] = { self->forward, NULL, self->exchange };
   struct swathe_layer *layer = NULL;
   struct holding *holding = &self->holding;
   struct swathe_transport *transport = swathe_threads_rank(self->threads, self->rank);
@@ -399,12 +444,23 @@ static void *run_forward(void *arg)
                                  self->rank ? &holding->transport : transport, configs, 1, &layer);
   if (!self->status) self->status = swathe_layer_shard(layer, self->sharding);
   if (!self->status) holding->edge_tokens = 0;
+  if (!self->status && self->rank) assert_int_equal(layer->work[0].edge_units, 4);
   for (int64_t u = 0; !self->status && u < layer->work[0].edge_units; u++)
     holding->edge_tokens += layer->work[0].units[u].tokens;
   if (!self->status) self->status = swathe_layer_forward(layer, &self->share->tensors, NULL);
   if (self->status) snprintf(self->words, sizeof self->words, "%s", swathe_error());
   swathe_layer_destroy(layer);
   return NULL;
+}
+
+// The forward default with tiles of two vectors of query rows, of which on any isa a whole number
+// is a unit.
+static void even_tiles(const struct swathe_problem *problem, char *config)
+{
+  const struct sw_gen_request request = { problem, "forward", context->isa };
+  assert_int_equal(sw_gen_default(context->gen, &request, config), SWATHE_OK);
+  assert_memory_equal(config, "vectors=", 8);
+  config[8] = '2';
 }
 
 // A window of four units over two ranks; what rank 1 saw as the halo came to it.
@@ -415,17 +471,20 @@ static struct holding watch(const char *exchange)
   const struct swathe_sharding sharding = { .ranks = 2, .batch = 1, .tokens = 9000 };
   struct sequence *sequences[2] = { sequence_make(&problem, &sharding, 2, 1),
                                     sequence_make(&problem, &sharding, 2, 1) };
+  char words[1024], forward[SW_CONFIG_TEXT];
+  const char *const configs[2] = { forward, NULL };
   const struct group_case plain = { .context = context, .problem = &problem,
-                                    .sharding = &sharding, .script = "f" };
+                                    .sharding = &sharding, .script = "f", .configs = configs };
   struct watched ranks[2];
   pthread_t ids[2];
   struct swathe_threads *threads = NULL;
-  char words[1024];
 
+  even_tiles(&problem, forward);
   assert_int_equal(swathe_threads_create(2, 20, &threads), SWATHE_OK);
   for (int r = 0; r < 2; r++) {
     ranks[r] = (struct watched){ .threads = threads, .sequence = sequences[0],
-                                 .sharding = &sharding, .exchange = exchange, .rank = r };
+                                 .sharding = &sharding, .exchange = exchange,
+                                 .forward = forward, .rank = r };
     ranks[r].share = share_make(sequences[0], &sharding, r, (struct share_form){ .gap = 0 });
     pthread_create(&ids[r], NULL, run_forward, &ranks[r]);
   }
@@ -484,6 +543,7 @@ int main(void)
     cmocka_unit_test(rank_0_decides),
     cmocka_unit_test(a_config_that_is_none_is_refused),
     cmocka_unit_test(the_group_tunes_its_exchange),
+    cmocka_unit_test(more_time_goes_on_where_less_ended),
     cmocka_unit_test(who_stops_tuning_stops_all),
     cmocka_unit_test(without_overlap_nothing_runs_before),
     cmocka_unit_test(the_interior_runs_while_keys_travel),

@@ -88,7 +88,9 @@ struct sw_db_held {
   char config[512];
   double ratio, limit_share;
   bool complete;
-  bool quiet;                     // the sample it rests on is not noisy
+  bool current;                   // made from the row's very generator
+  bool quiet;                     // the sample it rests on is not noisy, and as current
+  double budget_s;                // of the session that made it
 };
 enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
                               struct sw_db_held *held);

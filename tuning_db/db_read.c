@@ -330,9 +330,11 @@ enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
                               struct sw_db_held *held)
 {
   static const char sql[] =
-      "SELECT k.id, k.config, k.ratio, k.complete, coalesce(s.noisy, 1), k.limit_share FROM pick k"
+      "SELECT k.id, k.config, k.ratio, k.complete, coalesce(s.noisy, 1), k.limit_share,"
+      " k.generator = ?4, coalesce(t.budget_s, 0) FROM pick k"
       " JOIN problem p ON p.id = k.problem JOIN environment e ON e.id = k.environment"
-      " LEFT JOIN sample s ON s.id = k.sample WHERE p.text = ? AND k.kernel = ? AND e.text = ?";
+      " LEFT JOIN sample s ON s.id = k.sample LEFT JOIN session t ON t.id = k.session"
+      " WHERE p.text = ?1 AND k.kernel = ?2 AND e.text = ?3";
   struct sw_db_rows_problem problem;
   struct sw_db_rows_environment environment;
   sqlite3_stmt *statement = NULL;
@@ -343,15 +345,18 @@ enum swathe_status sw_db_held(struct sw_db *db, const struct sw_db_row *row,
   if (!status) status = sw_db_rows_environment(row->environment, &environment);
   if (status || !db->connection) return status;
   pthread_mutex_lock(&db->mutex);
-  status = sw_db_sql_begin(db, &statement, sql, "ttt", problem.text, row->kernel, environment.text);
+  status = sw_db_sql_begin(db, &statement, sql, "tttt", problem.text, row->kernel, environment.text,
+                           environment.generator);
   if (!status) status = sw_db_sql_step(db, statement, &there);
   if (!status && there) {
     struct judged judged = { statement, NULL };
     strcpy(held->config, take_text(&judged, 1, SW_DB_CONFIG_BYTES, false));
     held->ratio = take_number(&judged, 2, 1e-15);
     held->complete = take_integer(&judged, 3, 0, 1) == 1;
-    held->quiet = take_integer(&judged, 4, 0, 1) == 0;
     held->limit_share = take_number(&judged, 5, 0);
+    held->current = take_integer(&judged, 6, 0, 1) == 1;
+    held->quiet = take_integer(&judged, 4, 0, 1) == 0 && held->current;
+    held->budget_s = take_number(&judged, 7, 0);
     held->found = sound(db, &judged, "pick");
   }
   sw_db_sql_end(statement, status);

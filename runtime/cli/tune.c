@@ -114,7 +114,9 @@ static void print_measured(const struct swathe_tuned *tuned)
            tuned->good_enough ? ": good enough to end" : "");
   if (tuned->noisy)
     printf("  noise     others used the machine meanwhile; tune again when it is quiet\n");
-  if (tuned->reused) printf("  measured  before: the database had it; --again measures anew\n");
+  if (tuned->reused)
+    printf("  measured  before: the database had it; a longer --budget goes on, --again measures "
+           "anew\n");
   else
     printf("  measured  %" PRId64 " candidates, %" PRId64 " rejected (wrong result), %" PRId64
            " failed\n",
@@ -285,7 +287,8 @@ const struct cli_verb cli_verb_tune = {
   .summary = "Measure one problem's kernels on this machine and keep the fastest.",
   .details =
       "Every candidate must match the reference before it may win.  An interrupted call keeps what "
-      "it measured and the next one goes on from there.\n\n"
+      "it measured and the next one goes on from there; so does one with a longer --budget than "
+      "the last had.\n\n"
       "With --transport the ranks meet and tune how they exchange the halo, with communication and "
       "all; the slowest rank's time counts, and the pick is kept with rank 0.",
   .options = CLI_COMMON_OPTIONS | CLI_PROBLEM_OPTIONS | CLI_CONTEXT_OPTIONS | CLI_BIT(BUDGET) |
