@@ -37,7 +37,7 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer)
 
 // What every rank tells every other before the first message, once all are of one version.
 struct agreement {
-  char problem[SW_PROBLEM_TEXT], configs[SW_CONFIGS][SW_CONFIG_TEXT];
+  char problem[SW_PROBLEM_TEXT], configs[SW_CONFIGS][SW_CONFIG_TEXT], isa[32];
   int32_t strategy;
 };
 
@@ -57,14 +57,15 @@ static enum swathe_status check_config(struct swathe_layer *layer, int d, const 
   return status;
 }
 
-// Takes rank 0's config of a kernel or of the exchange.  A rank whose isa cannot run a kernel's
-// keeps its own, since kernels are each rank's own business; the exchange is everybody's.
-static enum swathe_status take_config(struct swathe_layer *layer, int d, char *theirs)
+// Takes rank 0's config of a kernel or of the exchange.  Kernels are each rank's own business: one
+// of another isa keeps what is fast on its own.  The exchange is everybody's.
+static enum swathe_status take_config(struct swathe_layer *layer, int d, struct agreement *zero)
 {
-  char config[SW_CONFIG_TEXT];
+  char config[SW_CONFIG_TEXT], *theirs = zero->configs[d];
 
   theirs[SW_CONFIG_TEXT - 1] = 0;
   if (!*theirs || !strcmp(theirs, layer->choices[d].config)) return SWATHE_OK;
+  if (d != SW_EXCHANGE && strncmp(zero->isa, layer->aim.isa, sizeof zero->isa)) return SWATHE_OK;
   const bool usable = !check_config(layer, d, theirs, config);
   if (!usable && d == SW_EXCHANGE)
     return sw_fail(SWATHE_DISAGREE, "rank 0 exchanges by %s, which rank %d cannot: %s", theirs,
@@ -85,6 +86,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
 
   if (!all) return sw_fail(SWATHE_NO_MEMORY, "no memory to agree among %d ranks", ranks);
   swathe_problem_format(&layer->problem, mine->problem, sizeof mine->problem);
+  snprintf(mine->isa, sizeof mine->isa, "%s", layer->aim.isa);
   mine->strategy = (int32_t)layer->strategy;
   for (int d = 0; d < SW_CONFIGS; d++)
     snprintf(mine->configs[d], sizeof mine->configs[d], "%s", layer->choices[d].config);
@@ -101,7 +103,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
                        sw_layer_rank(layer), swathe_strategy_name(layer->strategy));
   }
   for (int d = 0; d < SW_CONFIGS && !status && sw_layer_rank(layer) != 0; d++)
-    status = take_config(layer, d, all[0].configs[d]);
+    status = take_config(layer, d, &all[0]);
   free(all);
   return status ? sw_within(status, "while the ranks agreed on a layer") : SWATHE_OK;
 }

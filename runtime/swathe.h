@@ -414,9 +414,9 @@ struct swathe_tensors {
 struct swathe_layer;
 
 // Chooses configs of the kernels and of the exchange (database, else default), agrees with the
-// other ranks (rank 0 decides; a rank whose isa cannot run a kernel's config keeps its own), and
-// loads or compiles the kernels.  Every rank of the transport calls it.  `transport` is borrowed
-// until destroy; NULL: alone.  SWATHE_UNSUPPORTED: no kernels for that target.  SWATHE_DISAGREE:
+// other ranks (rank 0 decides; for its kernels a rank of another isa keeps its own), and loads or
+// compiles the kernels.  Every rank of the transport calls it.  `transport` is borrowed until
+// destroy; NULL: alone.  SWATHE_UNSUPPORTED: no kernels for that target.  SWATHE_DISAGREE:
 // the ranks' versions or problems differ.
 SWATHE_API enum swathe_status swathe_layer_create(struct swathe_context *context,
                                                   const struct swathe_problem *problem,

@@ -14,6 +14,7 @@ struct member {
   struct sequence *sequence;
   struct swathe_threads *threads;
   struct share *share;
+  struct swathe_context *context;
   int32_t rank;
   const char *nccl_id;
   int64_t moved;
@@ -142,7 +143,7 @@ static enum swathe_status play_step(struct member *member, struct swathe_layer *
 static enum swathe_status play(struct member *member, struct swathe_layer *layer)
 {
   const struct group_case *group = member->group;
-  struct mirror mirror = { .context = group->context,
+  struct mirror mirror = { .context = member->context,
                            .target = group->problem->target,
                            .sequence = member->sequence,
                            .share = member->share };
@@ -150,7 +151,7 @@ static enum swathe_status play(struct member *member, struct swathe_layer *layer
 
   if (!status) status = open_mirror(&mirror);
   if (!status && group->keep_halo) {
-    status = swathe_memory_allocate(group->context, mirror.target, swathe_layer_halo_bytes(layer),
+    status = swathe_memory_allocate(member->context, mirror.target, swathe_layer_halo_bytes(layer),
                                     &mirror.halo);
     mirror.tensors.halo = mirror.halo;
   }
@@ -169,7 +170,7 @@ static enum swathe_status play_before(const struct member *member, struct swathe
   const struct group_case *group = member->group;
   struct share *share = share_make(member->sequence, group->before, member->rank, group->form);
   if (!share) return SWATHE_BAD_SHARDING;
-  struct mirror mirror = { .context = group->context,
+  struct mirror mirror = { .context = member->context,
                            .target = group->problem->target,
                            .sequence = member->sequence,
                            .share = share };
@@ -177,7 +178,7 @@ static enum swathe_status play_before(const struct member *member, struct swathe
   if (!status) status = open_mirror(&mirror);
   if (!status) status = swathe_layer_forward(layer, &mirror.tensors, NULL);
   if (!status) status = swathe_layer_backward(layer, &mirror.tensors, NULL);
-  if (!status) status = swathe_stream_synchronize(group->context, mirror.target, NULL);
+  if (!status) status = swathe_stream_synchronize(member->context, mirror.target, NULL);
   close_mirror(&mirror);
   share_free(share);
   return status;
@@ -191,7 +192,7 @@ static enum swathe_status join_nccl(const struct member *member,
                                      .rank = member->rank,
                                      .ranks = member->group->sharding->ranks,
                                      .deadline_s = member->group->deadline_s };
-  const enum swathe_status status = swathe_device_use(member->group->context, member->rank);
+  const enum swathe_status status = swathe_device_use(member->context, member->rank);
   return status ? status : swathe_nccl_create(&given, transport);
 }
 
@@ -211,7 +212,7 @@ static void *be_rank(void *arg)
                                             group->exchange };
   if (!member->status)
     member->status =
-        sw_layer_create_strategy(group->context, group->problem, transport, group->strategy,
+        sw_layer_create_strategy(member->context, group->problem, transport, group->strategy,
                                  configs, 3, &layer);
   if (!member->status && group->before) member->status = play_before(member, layer);
   if (!member->status) member->status = play(member, layer);
@@ -257,6 +258,7 @@ enum swathe_status group_run(const struct group_case *group, struct sequence *se
     members[r] = (struct member){ .group = group,
                                   .sequence = sequence,
                                   .threads = transport,
+                                  .context = group->contexts ? group->contexts[r] : group->context,
                                   .rank = r,
                                   .nccl_id = nccl_id };
     members[r].share = share_make(sequence, group->sharding, r, group->form);

@@ -11,6 +11,7 @@
 //   'm' mute the layer
 struct group_case {
   struct swathe_context *context;
+  struct swathe_context *const *contexts;  // [ranks], or NULL: the one for all
   const struct swathe_problem *problem;
   const struct swathe_sharding *sharding;
   const struct swathe_sharding *before;  // or NULL: a forward and a backward under it come first
