@@ -43,7 +43,8 @@ static struct peer {
   { .name = "oneDNN-2", .worker = "worker_gemm", .argument = "", .tasks = "f" },
   { .name = "OpenBLAS", .worker = "worker_gemm", .argument = "libopenblas.so.0", .tasks = "f",
     .setting = "-OPENBLAS_CORETYPE" },
-  { .name = "O.BLAS-best", .worker = "worker_gemm", .argument = "libopenblas.so.0", .tasks = "f" },
+  { .name = "O.BLAS-best", .worker = "worker_gemm", .argument = "libopenblas.so.0", .tasks = "f",
+    .setting = "-OPENBLAS_CORETYPE" },
   { .name = "OpenBLAS-2", .worker = "worker_gemm", .argument = "", .tasks = "f",
     .setting = "-OPENBLAS_CORETYPE" },
   { .name = "ggml", .worker = "worker_ggml", .tasks = "f" },
@@ -153,6 +154,8 @@ static void worker_path(const struct peer *peer, char path[512])
 }
 
 // Libraries named by the environment, and the core type with which OpenBLAS multiplies fastest.
+// A type that the processor is not is quietly replaced by another, which OpenBLAS then names: such
+// a probe is no news of the type that was asked for.
 static void choose_libraries(void)
 {
   static const struct { const char *peer, *variable; } named[] = {
@@ -174,7 +177,8 @@ static void choose_libraries(void)
       struct peer tried = { .setting = types[i] };
       worker_path(peer, path);
       if (!start(&tried.child, &tried, arguments)) continue;
-      if (child_ask(&tried.child, NULL, 60) && atof(tried.child.words) > best) {
+      if (child_ask(&tried.child, NULL, 60) && atof(tried.child.words) > best &&
+          strstr(tried.child.words, strchr(types[i], '=') + 1)) {
         best = atof(tried.child.words);
         peer->setting = types[i];
       }
