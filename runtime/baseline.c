@@ -225,8 +225,7 @@ static int32_t owner_before(const struct sw_baseline *baseline, int way, int32_t
 static size_t block_bytes(const struct swathe_layer *layer, int32_t owner)
 {
   const struct sw_baseline *baseline = layer->baseline;
-  return (size_t)baseline->rows[owner] * (size_t)layer->batch *
-         (size_t)sw_layer_token_elements(layer) * baseline->elem_bytes;
+  return sw_layer_keys_bytes(layer, baseline->rows[owner], baseline->elem_bytes);
 }
 
 // Where a block lies that moves in `round`.
@@ -235,8 +234,7 @@ static void *block_of(const struct swathe_layer *layer, int way, int32_t round, 
   const struct sw_baseline *baseline = layer->baseline;
   if (baseline->travel == KEYS && layer->strategy == SWATHE_ALL_GATHER)
     return (char *)baseline->gathered.data +
-           (size_t)baseline->first_row[owner] * (size_t)layer->batch *
-               (size_t)sw_layer_token_elements(layer) * baseline->elem_bytes;
+           sw_layer_keys_bytes(layer, baseline->first_row[owner], baseline->elem_bytes);
   return baseline->blocks[way][round % 2].data;
 }
 

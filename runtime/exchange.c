@@ -365,12 +365,16 @@ bool sw_exchange_narrows(const struct swathe_layer *layer)
   return layer->problem.halo_gradient == SWATHE_BF16 && !layer->baseline;
 }
 
+size_t sw_exchange_sum_bytes(const struct swathe_layer *layer)
+{
+  return sw_exchange_narrows(layer) ? sizeof(uint16_t) : sizeof(float);
+}
+
 enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange)
 {
   const struct sw_halo_plan *plan = layer->plan;
-  const bool narrows = sw_exchange_narrows(layer);
-  void *in = narrows ? layer->receive_narrow.data : layer->receive_sums.data;
-  const size_t bytes = narrows ? sizeof(uint16_t) : sizeof(float);
+  void *in = sw_exchange_narrows(layer) ? layer->receive_narrow.data : layer->receive_sums.data;
+  const size_t bytes = sw_exchange_sum_bytes(layer);
 
   *exchange = (struct sw_exchange){ .layer = layer };
   if (layer->muted) return SWATHE_OK;

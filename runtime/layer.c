@@ -33,6 +33,12 @@ int64_t sw_layer_token_elements(const struct swathe_layer *layer)
          (layer->problem.head_dim_qk + layer->problem.head_dim_v);
 }
 
+size_t sw_layer_keys_bytes(const struct swathe_layer *layer, int64_t tokens, size_t elem_bytes)
+{
+  return (size_t)tokens * (size_t)layer->batch * (size_t)sw_layer_token_elements(layer) *
+         elem_bytes;
+}
+
 // ---- Create -------------------------------------------------------------------------------------
 
 // What every rank tells every other before the first message, once all are of one version.
@@ -297,9 +303,7 @@ enum swathe_status sw_layer_reserve_bytes(struct swathe_layer *layer, struct sw_
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes)
 {
-  return sw_layer_reserve_bytes(layer, buffer,
-                                (size_t)tokens * (size_t)layer->batch *
-                                    (size_t)sw_layer_token_elements(layer) * elem_bytes);
+  return sw_layer_reserve_bytes(layer, buffer, sw_layer_keys_bytes(layer, tokens, elem_bytes));
 }
 
 enum swathe_status sw_layer_reserve_heads(struct swathe_layer *layer, int64_t units)

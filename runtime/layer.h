@@ -345,6 +345,9 @@ int32_t sw_layer_ranks(const struct swathe_layer *layer);
 // Elements of one token's keys and values, all heads.
 int64_t sw_layer_token_elements(const struct swathe_layer *layer);
 
+// Bytes of so many tokens' keys and values, or of their gradients' sums.
+size_t sw_layer_keys_bytes(const struct swathe_layer *layer, int64_t tokens, size_t elem_bytes);
+
 // At least `tokens` tokens of keys and values of `elem_bytes` each; contents are not kept.
 enum swathe_status sw_layer_reserve(struct swathe_layer *layer, struct sw_buffer *buffer,
                                     int64_t tokens, size_t elem_bytes);
@@ -443,6 +446,8 @@ enum swathe_status sw_exchange_post_keys(struct swathe_layer *layer,
 // Whether sums travel as bfloat16, not as floats; they are added as floats either way.  (Those of a
 // baseline leave and arrive as floats.)
 bool sw_exchange_narrows(const struct swathe_layer *layer);
+// Bytes of one sum that travels.
+size_t sw_exchange_sum_bytes(const struct swathe_layer *layer);
 // Posts the sums of the halo's keys to their owners, and receives those of the own keys.
 enum swathe_status sw_exchange_post_sums(struct swathe_layer *layer, struct sw_exchange *exchange);
 // For a launch's idle calls: `arg` is the exchange.

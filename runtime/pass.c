@@ -340,8 +340,7 @@ static enum swathe_status reserve_backward(struct swathe_layer *layer)
 {
   const struct sw_halo_plan *plan = layer->plan;
   const struct sw_work *work = &layer->work[SWATHE_BACKWARD];
-  const bool narrows = sw_exchange_narrows(layer);
-  const size_t wire_bytes = narrows ? sizeof(uint16_t) : sizeof(float);
+  const size_t wire_bytes = sw_exchange_sum_bytes(layer);
   enum swathe_status status =
       sw_layer_reserve(layer, &layer->spill_sums, work->spill_tokens, sizeof(float));
 
@@ -349,7 +348,7 @@ static enum swathe_status reserve_backward(struct swathe_layer *layer)
     status = sw_layer_reserve(layer, &layer->send_sums, plan->receive_tokens, wire_bytes);
   if (!status)
     status = sw_layer_reserve(layer, &layer->receive_sums, plan->send_tokens, sizeof(float));
-  if (!status && narrows)
+  if (!status && sw_exchange_narrows(layer))
     status = sw_layer_reserve(layer, &layer->receive_narrow, plan->send_tokens, wire_bytes);
   if (!status && layer->problem.sinks) status = sw_layer_reserve_heads(layer, work->unit_count);
   return status;
@@ -385,17 +384,17 @@ static enum swathe_status launch_gather(struct swathe_layer *layer, struct sw_ga
 static enum swathe_status gather_wire(struct swathe_layer *layer)
 {
   const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
-  const bool narrows = sw_exchange_narrows(layer);
   const struct sw_key_views to =
-      sw_exchange_wire(layer, layer->send_sums.data, narrows ? sizeof(uint16_t) : sizeof(float),
+      sw_exchange_wire(layer, layer->send_sums.data, sw_exchange_sum_bytes(layer),
                        layer->plan->receive_tokens, 0);
-  return launch_gather(layer, (struct sw_gather_args){
-                                  .sums = sums->pieces.items,
-                                  .sum_count = sums->wire_pieces,
-                                  .format = narrows ? SW_SUMS_BF16 : SW_SUMS_FLOAT,
-                                  .dk = to.k,
-                                  .dv = to.v,
-                              });
+  return launch_gather(
+      layer, (struct sw_gather_args){
+                 .sums = sums->pieces.items,
+                 .sum_count = sums->wire_pieces,
+                 .format = sw_exchange_narrows(layer) ? SW_SUMS_BF16 : SW_SUMS_FLOAT,
+                 .dk = to.k,
+                 .dv = to.v,
+             });
 }
 
 // Adds up the gradients of the own keys that several had sums for.

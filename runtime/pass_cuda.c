@@ -187,20 +187,9 @@ static enum swathe_status reserve(struct sw_pass_cuda *pass, struct memory *memo
   return status;
 }
 
-static size_t keys_bytes(const struct swathe_layer *layer, int64_t tokens, size_t elem_bytes)
-{
-  return (size_t)tokens * (size_t)layer->batch * (size_t)sw_layer_token_elements(layer) *
-         elem_bytes;
-}
-
 static bool stages(const struct swathe_layer *layer)
 {
   return layer->transport && !layer->transport->operations->enqueue;
-}
-
-static size_t wire_sum_bytes(const struct swathe_layer *layer)
-{
-  return sw_exchange_narrows(layer) ? sizeof(uint16_t) : sizeof(float);
 }
 
 // Buffers whose size the sharding decides.
@@ -209,7 +198,7 @@ static enum swathe_status reserve_buffers(struct swathe_layer *layer)
   struct sw_pass_cuda *pass = layer->cuda;
   const struct sw_halo_plan *plan = layer->plan;
   const struct sw_work *work = layer->work;
-  const size_t elem = sw_problem_elem_bytes(&layer->problem), sum = wire_sum_bytes(layer);
+  const size_t elem = sw_problem_elem_bytes(&layer->problem), sum = sw_exchange_sum_bytes(layer);
   const bool backward = pass->gone_backward;
   const size_t heads = (size_t)layer->batch * (size_t)layer->problem.q_heads * sizeof(float);
   const int64_t units = work[0].unit_count > work[1].unit_count ? work[0].unit_count
@@ -222,17 +211,18 @@ static enum swathe_status reserve_buffers(struct swathe_layer *layer)
     size_t bytes;
     bool pinned, wanted;
   } rows[] = {
-    { &pass->send, keys_bytes(layer, sent, elem), false, true },
-    { &pass->receive, keys_bytes(layer, received, elem), false, true },
+    { &pass->send, sw_layer_keys_bytes(layer, sent, elem), false, true },
+    { &pass->receive, sw_layer_keys_bytes(layer, received, elem), false, true },
     { &pass->head_sums, (size_t)units * heads, false, true },
-    { &pass->host_out, keys_bytes(layer, most, wide), true, stages(layer) },
-    { &pass->host_in, keys_bytes(layer, most, wide), true, stages(layer) },
-    { &pass->send_sums, keys_bytes(layer, received, sum), false, backward },
-    { &pass->receive_sums, keys_bytes(layer, sent, sizeof(float)), false, backward },
-    { &pass->receive_narrow, keys_bytes(layer, sent, sum), false,
+    { &pass->host_out, sw_layer_keys_bytes(layer, most, wide), true, stages(layer) },
+    { &pass->host_in, sw_layer_keys_bytes(layer, most, wide), true, stages(layer) },
+    { &pass->send_sums, sw_layer_keys_bytes(layer, received, sum), false, backward },
+    { &pass->receive_sums, sw_layer_keys_bytes(layer, sent, sizeof(float)), false, backward },
+    { &pass->receive_narrow, sw_layer_keys_bytes(layer, sent, sum), false,
       backward && sw_exchange_narrows(layer) },
-    { &pass->spill_sums, keys_bytes(layer, work[SWATHE_BACKWARD].spill_tokens, sizeof(float)),
-      false, backward },
+    { &pass->spill_sums,
+      sw_layer_keys_bytes(layer, work[SWATHE_BACKWARD].spill_tokens, sizeof(float)), false,
+      backward },
     { &pass->delta, (size_t)plan->rows * heads, false, backward },
   };
   enum swathe_status status = SWATHE_OK;
@@ -689,7 +679,7 @@ static struct phase phase_of_sums(const struct call *call)
 {
   const struct sw_halo_plan *plan = call->layer->plan;
   const struct sw_pass_cuda *pass = call->pass;
-  const size_t bytes = wire_sum_bytes(call->layer);
+  const size_t bytes = sw_exchange_sum_bytes(call->layer);
   void *in = sw_exchange_narrows(call->layer) ? pass->receive_narrow.data
                                               : pass->receive_sums.data;
   return (struct phase){
@@ -756,9 +746,9 @@ static enum swathe_status begin_phase(struct call *call, const struct phase *pha
   enum swathe_status status;
 
   if (!stages(call->layer)) return enqueue_phase(call, phase);
-  status = sw_device_cuda_read(pass->device, pass->host_out.data, phase->send.data,
-                               keys_bytes(call->layer, phase->send.tokens, phase->send.elem_bytes),
-                               pass->wire);
+  status = sw_device_cuda_read(
+      pass->device, pass->host_out.data, phase->send.data,
+      sw_layer_keys_bytes(call->layer, phase->send.tokens, phase->send.elem_bytes), pass->wire);
   return status ? status : sw_device_cuda_record(pass->device, pass->packed, pass->wire);
 }
 
@@ -783,7 +773,8 @@ static enum swathe_status end_phase(struct call *call, const struct phase *phase
   layer->timing.wait_us += sw_layer_now_us() - begin;
   if (status) return status;
   return sw_device_cuda_write(pass->device, phase->receive.data, pass->host_in.data,
-                              keys_bytes(layer, receive.tokens, receive.elem_bytes), pass->wire);
+                              sw_layer_keys_bytes(layer, receive.tokens, receive.elem_bytes),
+                              pass->wire);
 }
 
 // The caller's stream goes on when the wire's has come this far.
@@ -918,7 +909,7 @@ static enum swathe_status gather_wire(struct call *call)
 {
   const struct swathe_layer *layer = call->layer;
   const struct sw_key_views to =
-      sw_exchange_wire(layer, call->pass->send_sums.data, wire_sum_bytes(layer),
+      sw_exchange_wire(layer, call->pass->send_sums.data, sw_exchange_sum_bytes(layer),
                        layer->plan->receive_tokens, 0);
   return launch_gather(call, 0, layer->work[SWATHE_BACKWARD].sums.wire_pieces,
                        sw_exchange_narrows(layer) ? SW_SUMS_BF16 : SW_SUMS_FLOAT, to.k, to.v);
