@@ -411,7 +411,7 @@ int32_t sw_exchange_last_chunk(const struct swathe_layer *layer, int64_t slot, i
 // Most messages of a phase under the layer's plan and knobs; room for them and for arrivals.
 enum swathe_status sw_exchange_reserve(struct swathe_layer *layer);
 
-// ---- pass_cuda.c --------------------------------------------------------------------------------
+// ---- pass_cuda.c, pass_cuda_memory.c ------------------------------------------------------------
 
 // Streams, events and memory of a layer on a CUDA device.
 struct sw_pass_cuda;

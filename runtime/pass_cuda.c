@@ -10,73 +10,14 @@
 // A transport that moves device memory puts its messages in the order of the layer's stream, and
 // the host never waits.  With others they pass through pinned host memory, and the host waits for
 // them while the device works on the interior.
-//
-// What a sharding says (units, runs, pieces, ...) is laid out once in one block of host memory and
-// copied to the device beside the work that is queued.  The strides of the caller's tensors stand
-// in it too, so a call with other strides than the last makes it anew.
-#include "layer.h"
+#include "pass_cuda.h"
 
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
-// Rows that one block of pack, fill or gather works on.
-enum { COPY_ROWS = 8, ALIGNMENT = 256, MOST_WIDEN_BLOCKS = 1024 };
-
-// Host and device memory that grows.
-struct memory {
-  void *data;
-  size_t bytes;
-};
-
-struct strides {
-  int64_t token, head, batch;
-};
-
-// What the lists of one direction were made for.
-struct tensor_strides {
-  struct strides k, v, dk, dv;
-};
-
-// Where the lists lie in their block, in bytes from its begin.
-struct places {
-  size_t units[2], runs[2], pieces, terms, segments, gaps;
-  size_t bytes;
-  int64_t segment_count, gap_count;   // after cutting
-};
-
-struct sw_pass_cuda {
-  struct sw_device_cuda *device;
-  const struct sw_kernel *copies;
-  void *wire, *upload;                // streams of our own: what travels; lists
-  void *began, *packed, *arrived;     // events: of one phase of the exchange
-  void *uploaded, *used;              // the lists have come; the last call is done with them
-  void *staged[2];                    // a staging block has been read
-  void *came[SW_MOST_CHUNKS];         // chunks of keys
-
-  struct memory lists, staging[2];    // device; pinned
-  int turn;                           // which staging block is next
-  struct places places;
-  struct tensor_strides strides[2];
-  bool listed[2];                     // the direction's lists are there
-  bool awaits_lists;                  // no stream has waited for `uploaded` yet
-  bool lists_known;                   // the host knows that they have come
-  bool was_used;                      // `used` was recorded, on:
-  void *last_stream;
-  bool gone_backward;                 // once: its lists and buffers are made at shard from then on
-
-  // device: keys and sums on their way, as in struct swathe_layer; then of one call
-  struct memory send, receive, send_sums, receive_narrow, receive_sums, spill_sums;
-  struct memory delta, head_sums;
-  struct memory host_out, host_in;    // pinned: the wire's, for transports of host memory
-};
+enum { MOST_WIDEN_BLOCKS = 1024 };
 
 // ---- Create -------------------------------------------------------------------------------------
-
-static void *device_address(const void *base, size_t offset)
-{
-  return (void *)((uintptr_t)base + offset);
-}
 
 static enum swathe_status make_streams(struct sw_pass_cuda *pass)
 {
@@ -111,20 +52,6 @@ enum swathe_status sw_pass_cuda_create(struct swathe_layer *layer)
   return status;
 }
 
-static void free_memory(struct sw_pass_cuda *pass)
-{
-  struct memory *const device[] = { &pass->lists,          &pass->send,         &pass->receive,
-                                    &pass->send_sums,      &pass->receive_sums, &pass->spill_sums,
-                                    &pass->receive_narrow, &pass->delta,        &pass->head_sums };
-  struct memory *const host[] = { &pass->staging[0], &pass->staging[1], &pass->host_out,
-                                  &pass->host_in };
-
-  for (size_t i = 0; i < sizeof device / sizeof *device; i++)
-    sw_device_cuda_free(pass->device, device[i]->data);
-  for (size_t i = 0; i < sizeof host / sizeof *host; i++)
-    sw_device_cuda_free_pinned(pass->device, host[i]->data);
-}
-
 void sw_pass_cuda_destroy(struct swathe_layer *layer)
 {
   struct sw_pass_cuda *pass = layer->cuda;
@@ -136,7 +63,7 @@ void sw_pass_cuda_destroy(struct swathe_layer *layer)
     if (pass->was_used) (void)sw_device_cuda_wait_event(pass->device, pass->used);
     if (pass->wire) (void)sw_device_cuda_synchronize(pass->device, pass->wire);
     if (pass->upload) (void)sw_device_cuda_synchronize(pass->device, pass->upload);
-    if (!layer->transport || !layer->transport->holds_memory) free_memory(pass);
+    if (!layer->transport || !layer->transport->holds_memory) sw_pass_cuda_memory_free(pass);
     for (size_t i = 0; i < sizeof events / sizeof *events; i++)
       sw_device_cuda_drop_event(pass->device, events[i]);
     for (int i = 0; i < SW_MOST_CHUNKS; i++)
@@ -149,286 +76,13 @@ void sw_pass_cuda_destroy(struct swathe_layer *layer)
   layer->cuda = NULL;
 }
 
-// ---- Memory -------------------------------------------------------------------------------------
-
-size_t sw_pass_cuda_memory_bytes(const struct swathe_layer *layer)
-{
-  const struct sw_pass_cuda *pass = layer->cuda;
-  if (!pass) return 0;
-  const size_t bytes[] = { pass->lists.bytes,        pass->send.bytes,         pass->receive.bytes,
-                           pass->send_sums.bytes,    pass->receive_sums.bytes, pass->delta.bytes,
-                           pass->receive_narrow.bytes, pass->spill_sums.bytes,
-                           pass->head_sums.bytes };
-  size_t sum = 0;
-  for (size_t i = 0; i < sizeof bytes / sizeof *bytes; i++) sum += bytes[i];
-  return sum;
-}
-
-// At least so many bytes; contents are not kept.  What is queued may use the old memory, so growing
-// waits for it.
-static enum swathe_status reserve(struct sw_pass_cuda *pass, struct memory *memory, size_t bytes,
-                                  bool pinned)
-{
-  enum swathe_status status = SWATHE_OK;
-
-  if (bytes <= memory->bytes) return SWATHE_OK;
-  if (memory->data) {
-    if (pass->was_used) status = sw_device_cuda_wait_event(pass->device, pass->used);
-    if (!status) status = sw_device_cuda_synchronize(pass->device, pass->wire);
-    if (!status) status = sw_device_cuda_synchronize(pass->device, pass->upload);
-    if (status) return status;
-    if (pinned) sw_device_cuda_free_pinned(pass->device, memory->data);
-    else sw_device_cuda_free(pass->device, memory->data);
-  }
-  *memory = (struct memory){ .data = NULL };
-  status = pinned ? sw_device_cuda_allocate_pinned(pass->device, bytes, &memory->data)
-                  : sw_device_cuda_allocate(pass->device, bytes, &memory->data);
-  if (!status) memory->bytes = bytes;
-  return status;
-}
-
-static bool stages(const struct swathe_layer *layer)
-{
-  return layer->transport && !layer->transport->operations->enqueue;
-}
-
-// Buffers whose size the sharding decides.
-static enum swathe_status reserve_buffers(struct swathe_layer *layer)
-{
-  struct sw_pass_cuda *pass = layer->cuda;
-  const struct sw_halo_plan *plan = layer->plan;
-  const struct sw_work *work = layer->work;
-  const size_t elem = sw_problem_elem_bytes(&layer->problem), sum = sw_exchange_sum_bytes(layer);
-  const bool backward = pass->gone_backward;
-  const size_t heads = (size_t)layer->batch * (size_t)layer->problem.q_heads * sizeof(float);
-  const int64_t units = work[0].unit_count > work[1].unit_count ? work[0].unit_count
-                                                                 : work[1].unit_count;
-  const size_t wide = backward && sum > elem ? sum : elem;  // of what passes through host memory
-  const int64_t sent = plan->send_tokens, received = plan->receive_tokens;
-  const int64_t most = sent > received ? sent : received;
-  const struct {
-    struct memory *memory;
-    size_t bytes;
-    bool pinned, wanted;
-  } rows[] = {
-    { &pass->send, sw_layer_keys_bytes(layer, sent, elem), false, true },
-    { &pass->receive, sw_layer_keys_bytes(layer, received, elem), false, true },
-    { &pass->head_sums, (size_t)units * heads, false, true },
-    { &pass->host_out, sw_layer_keys_bytes(layer, most, wide), true, stages(layer) },
-    { &pass->host_in, sw_layer_keys_bytes(layer, most, wide), true, stages(layer) },
-    { &pass->send_sums, sw_layer_keys_bytes(layer, received, sum), false, backward },
-    { &pass->receive_sums, sw_layer_keys_bytes(layer, sent, sizeof(float)), false, backward },
-    { &pass->receive_narrow, sw_layer_keys_bytes(layer, sent, sum), false,
-      backward && sw_exchange_narrows(layer) },
-    { &pass->spill_sums,
-      sw_layer_keys_bytes(layer, work[SWATHE_BACKWARD].spill_tokens, sizeof(float)), false,
-      backward },
-    { &pass->delta, (size_t)plan->rows * heads, false, backward },
-  };
-  enum swathe_status status = SWATHE_OK;
-
-  for (size_t i = 0; i < sizeof rows / sizeof *rows && !status; i++)
-    if (rows[i].wanted)
-      status = reserve(pass, rows[i].memory, rows[i].bytes, rows[i].pinned);
-  return status;
-}
-
-// ---- Lists --------------------------------------------------------------------------------------
-
-static int64_t pieces_of(int64_t rows) { return (rows + COPY_ROWS - 1) / COPY_ROWS; }
-
-static size_t place(struct places *places, int64_t count, size_t item_bytes)
-{
-  const size_t at = places->bytes;
-  places->bytes += ((size_t)count * item_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
-  return at;
-}
-
-static struct places find_places(const struct swathe_layer *layer)
-{
-  const struct sw_halo_plan *plan = layer->plan;
-  const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
-  struct places places = { .bytes = 0 };
-
-  for (int d = 0; d < 2; d++) {
-    places.units[d] = place(&places, layer->work[d].unit_count, sizeof(struct sw_unit));
-    places.runs[d] = place(&places, layer->work[d].run_count, sizeof(struct sw_run));
-  }
-  places.pieces = place(&places, sums->pieces.count, sizeof(struct sw_sum));
-  places.terms = place(&places, sums->sources.count, sizeof(struct sw_term));
-  for (int64_t i = 0; i < plan->send_count; i++)
-    places.segment_count += pieces_of(plan->sends[i].tokens);
-  for (int64_t i = 0; i < plan->gap_count; i++) places.gap_count += pieces_of(plan->gaps[i].rows);
-  places.segments = place(&places, places.segment_count, sizeof(struct sw_segment));
-  places.gaps = place(&places, places.gap_count, sizeof(struct sw_gap));
-  return places;
-}
-
-// A view whose data is the distance in bytes from `base`.
-static struct sw_view from_base(struct sw_view view, const void *base)
-{
-  view.data = (void *)((uintptr_t)view.data - (uintptr_t)base);
-  return view;
-}
-
-static struct sw_view rows_from(struct strides strides, int64_t row, size_t elem_bytes)
-{
-  return (struct sw_view){
-    .data = (void *)(uintptr_t)(row * strides.token * (int64_t)elem_bytes),
-    .token = strides.token,
-    .head = strides.head,
-    .batch = strides.batch,
-  };
-}
-
-static void list_runs(const struct swathe_layer *layer, int direction, struct sw_run *runs)
-{
-  const struct sw_pass_cuda *pass = layer->cuda;
-  const struct sw_work *work = &layer->work[direction];
-  const struct tensor_strides *strides = &pass->strides[direction];
-  const size_t elem = sw_problem_elem_bytes(&layer->problem);
-
-  for (int64_t i = 0; i < work->run_count; i++) {
-    const struct sw_run_source *source = &work->sources[i];
-    struct sw_run *run = &runs[i];
-    *run = work->runs[i];
-    if (source->place == SW_OWN) {
-      run->k = rows_from(strides->k, source->index, elem);
-      run->v = rows_from(strides->v, source->index, elem);
-    } else {
-      const struct sw_key_views keys = sw_exchange_wire(
-          layer, pass->receive.data, elem, layer->plan->receive_tokens, source->index);
-      run->k = from_base(keys.k, pass->receive.data);
-      run->v = from_base(keys.v, pass->receive.data);
-    }
-    if (direction == SWATHE_FORWARD) continue;
-    if (run->final) {
-      run->dk = rows_from(strides->dk, source->index, elem);
-      run->dv = rows_from(strides->dv, source->index, elem);
-    } else {
-      const struct sw_key_views sums =
-          sw_exchange_packed(layer, pass->spill_sums.data, sizeof(float), source->spill);
-      run->dk = from_base(sums.k, pass->spill_sums.data);
-      run->dv = from_base(sums.v, pass->spill_sums.data);
-    }
-  }
-}
-
-static void list_terms(const struct swathe_layer *layer, struct sw_term *terms)
-{
-  const struct sw_pass_cuda *pass = layer->cuda;
-  const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
-  const struct sw_sum_source *sources = sums->sources.items;
-
-  for (int64_t i = 0; i < sums->sources.count; i++) {
-    const struct sw_key_views views =
-        sources[i].place == SW_HOME
-            ? sw_exchange_wire(layer, pass->receive_sums.data, sizeof(float),
-                               layer->plan->send_tokens, sources[i].index)
-            : sw_exchange_packed(layer, pass->spill_sums.data, sizeof(float), sources[i].index);
-    terms[i] = (struct sw_term){ .dk = views.k, .dv = views.v };
-  }
-}
-
-static void list_copies(const struct swathe_layer *layer, struct sw_segment *segments,
-                        struct sw_gap *gaps)
-{
-  const struct sw_pass_cuda *pass = layer->cuda;
-  const struct sw_halo_plan *plan = layer->plan;
-  const size_t elem = sw_problem_elem_bytes(&layer->problem);
-
-  for (int64_t i = 0; i < plan->send_count; i++)
-    for (int64_t at = 0; at < plan->sends[i].tokens; at += COPY_ROWS) {
-      const int64_t left = plan->sends[i].tokens - at;
-      const struct sw_key_views to = sw_exchange_wire(layer, pass->send.data, elem,
-                                                      plan->send_tokens, plan->sends[i].slot + at);
-      *segments++ = (struct sw_segment){ .row = plan->sends[i].row + at,
-                                         .tokens = left < COPY_ROWS ? left : COPY_ROWS,
-                                         .k = from_base(to.k, pass->send.data),
-                                         .v = from_base(to.v, pass->send.data) };
-    }
-  for (int64_t i = 0; i < plan->gap_count; i++)
-    for (int64_t at = 0; at < plan->gaps[i].rows; at += COPY_ROWS) {
-      const int64_t left = plan->gaps[i].rows - at;
-      *gaps++ = (struct sw_gap){ plan->gaps[i].row + at, left < COPY_ROWS ? left : COPY_ROWS };
-    }
-}
-
-// Copies `count` items where there are any.
-static void put(char *to, const void *from, int64_t count, size_t item_bytes)
-{
-  if (count) memcpy(to, from, (size_t)count * item_bytes);
-}
-
-static void write_lists(const struct swathe_layer *layer, const struct places *places, char *block)
-{
-  const struct sw_sums *sums = &layer->work[SWATHE_BACKWARD].sums;
-
-  for (int d = 0; d < 2; d++) {
-    put(block + places->units[d], layer->work[d].units, layer->work[d].unit_count,
-        sizeof(struct sw_unit));
-    if (layer->cuda->listed[d])
-      list_runs(layer, d, (struct sw_run *)(void *)(block + places->runs[d]));
-  }
-  list_copies(layer, (struct sw_segment *)(void *)(block + places->segments),
-              (struct sw_gap *)(void *)(block + places->gaps));
-  if (!layer->cuda->listed[SWATHE_BACKWARD]) return;
-  put(block + places->pieces, sums->pieces.items, sums->pieces.count, sizeof(struct sw_sum));
-  list_terms(layer, (struct sw_term *)(void *)(block + places->terms));
-}
-
-// Makes the lists and sends them to the device, behind the work that reads those it has.
-static enum swathe_status upload_lists(struct swathe_layer *layer)
-{
-  struct sw_pass_cuda *pass = layer->cuda;
-  const struct places places = find_places(layer);
-  struct memory *staging = &pass->staging[pass->turn];
-  enum swathe_status status = SWATHE_OK;
-
-  if (staging->data) status = sw_device_cuda_wait_event(pass->device, pass->staged[pass->turn]);
-  if (!status) status = reserve(pass, staging, places.bytes, true);
-  if (!status) status = reserve(pass, &pass->lists, places.bytes, false);
-  if (status) return status;
-  write_lists(layer, &places, staging->data);
-  if (pass->was_used) status = sw_device_cuda_await(pass->device, pass->upload, pass->used);
-  if (!status)
-    status = sw_device_cuda_write(pass->device, pass->lists.data, staging->data, places.bytes,
-                                  pass->upload);
-  if (!status) status = sw_device_cuda_record(pass->device, pass->staged[pass->turn], pass->upload);
-  if (!status) status = sw_device_cuda_record(pass->device, pass->uploaded, pass->upload);
-  pass->turn = !pass->turn;
-  pass->places = places;
-  pass->awaits_lists = true;
-  pass->lists_known = false;
-  return status;
-}
-
-// [rows][heads][dim], as most callers have it.
-static struct strides dense(const struct swathe_layer *layer, int32_t dim)
-{
-  const int64_t token = (int64_t)layer->problem.kv_heads * dim;
-  return (struct strides){ token, dim, layer->plan->rows * token };
-}
-
-static void guess_strides(struct swathe_layer *layer)
-{
-  const struct strides k = dense(layer, layer->problem.head_dim_qk);
-  const struct strides v = dense(layer, layer->problem.head_dim_v);
-  for (int d = 0; d < 2; d++) layer->cuda->strides[d] = (struct tensor_strides){ k, v, k, v };
-}
-
 enum swathe_status sw_pass_cuda_shard(struct swathe_layer *layer)
 {
-  struct sw_pass_cuda *pass = layer->cuda;
-  enum swathe_status status = sw_device_cuda_enter(pass->device);
+  enum swathe_status status = sw_device_cuda_enter(layer->cuda->device);
 
   if (status) return status;
-  guess_strides(layer);
-  pass->listed[SWATHE_FORWARD] = layer->kernels[SWATHE_FORWARD] != NULL;
-  pass->listed[SWATHE_BACKWARD] = layer->kernels[SWATHE_BACKWARD] && pass->gone_backward;
-  status = reserve_buffers(layer);
-  if (!status) status = upload_lists(layer);
-  sw_device_cuda_leave(pass->device);
+  status = sw_pass_cuda_memory_shard(layer);
+  sw_device_cuda_leave(layer->cuda->device);
   return status ? sw_within(status, "while sharding for rank %d", sw_layer_rank(layer)) : SWATHE_OK;
 }
 
@@ -444,45 +98,6 @@ struct call {
   bool capturing;
   struct sw_cuda_args args;
 };
-
-static struct strides strides_of(const struct swathe_tensor *tensor)
-{
-  return (struct strides){ tensor->token_stride, tensor->head_stride, tensor->batch_stride };
-}
-
-static bool same_strides(const struct tensor_strides *a, const struct tensor_strides *b,
-                         bool backward)
-{
-  return !memcmp(&a->k, &b->k, sizeof a->k) && !memcmp(&a->v, &b->v, sizeof a->v) &&
-         (!backward ||
-          (!memcmp(&a->dk, &b->dk, sizeof a->dk) && !memcmp(&a->dv, &b->dv, sizeof a->dv)));
-}
-
-// Lists that fit this call's tensors.
-static enum swathe_status need_lists(struct call *call)
-{
-  struct sw_pass_cuda *pass = call->pass;
-  const struct swathe_tensors *t = call->tensors;
-  const bool backward = call->direction == SWATHE_BACKWARD;
-  const struct tensor_strides strides = { strides_of(&t->k), strides_of(&t->v),
-                                          strides_of(&t->dk), strides_of(&t->dv) };
-  enum swathe_status status = SWATHE_OK;
-
-  if (pass->listed[call->direction] &&
-      same_strides(&pass->strides[call->direction], &strides, backward))
-    return SWATHE_OK;
-  if (call->capturing)
-    return sw_fail(SWATHE_BAD_USE, "%s is captured before it ran once with tensors of these "
-                                   "strides under this sharding",
-                   sw_context_kernel_name(call->direction));
-  pass->strides[call->direction] = strides;
-  pass->listed[call->direction] = true;
-  if (backward && !pass->gone_backward) {
-    pass->gone_backward = true;
-    status = reserve_buffers(call->layer);
-  }
-  return status ? status : upload_lists(call->layer);
-}
 
 // Puts the call behind the lists and behind the layer's last call.
 static enum swathe_status enter_stream(struct call *call)
@@ -510,6 +125,11 @@ static enum swathe_status leave_stream(struct call *call)
   pass->was_used = true;
   pass->last_stream = call->stream;
   return sw_device_cuda_record(pass->device, pass->used, call->stream);
+}
+
+static void *device_address(const void *base, size_t offset)
+{
+  return (void *)((uintptr_t)base + offset);
 }
 
 static void fill_args(struct call *call)
@@ -652,6 +272,11 @@ static enum swathe_status launch_gather(struct call *call, int64_t begin, int64_
 
 // ---- The wire -----------------------------------------------------------------------------------
 
+bool sw_pass_cuda_stages(const struct swathe_layer *layer)
+{
+  return layer->transport && !layer->transport->operations->enqueue;
+}
+
 // One phase of the exchange: what leaves from `out`, what comes into `in`; device memory.
 struct phase {
   struct sw_exchange_side send, receive;
@@ -664,7 +289,7 @@ static struct phase phase_of_keys(const struct call *call)
   const struct sw_halo_plan *plan = layer->plan;
   const size_t elem = sw_problem_elem_bytes(&layer->problem);
   const bool parts = call->direction == SWATHE_FORWARD && layer->knobs.overlap == 2 &&
-                     !stages(layer);
+                     !sw_pass_cuda_stages(layer);
   return (struct phase){
     .send = { call->pass->send.data, plan->send_messages, plan->send_message_count,
               plan->send_tokens, elem, .send = true },
@@ -745,7 +370,7 @@ static enum swathe_status begin_phase(struct call *call, const struct phase *pha
   struct sw_pass_cuda *pass = call->pass;
   enum swathe_status status;
 
-  if (!stages(call->layer)) return enqueue_phase(call, phase);
+  if (!sw_pass_cuda_stages(call->layer)) return enqueue_phase(call, phase);
   status = sw_device_cuda_read(
       pass->device, pass->host_out.data, phase->send.data,
       sw_layer_keys_bytes(call->layer, phase->send.tokens, phase->send.elem_bytes), pass->wire);
@@ -760,7 +385,7 @@ static enum swathe_status end_phase(struct call *call, const struct phase *phase
   struct swathe_transport *transport = layer->transport;
   struct sw_exchange_side receive = phase->receive, send = phase->send;
 
-  if (!stages(layer)) return SWATHE_OK;
+  if (!sw_pass_cuda_stages(layer)) return SWATHE_OK;
   enum swathe_status status = sw_device_cuda_wait_event(pass->device, pass->packed);
   if (status) return status;
   receive.data = pass->host_in.data;
@@ -787,7 +412,7 @@ static enum swathe_status join_stream(struct call *call)
 
 static enum swathe_status refuse_capture(const struct call *call)
 {
-  if (!call->capturing || !stages(call->layer)) return SWATHE_OK;
+  if (!call->capturing || !sw_pass_cuda_stages(call->layer)) return SWATHE_OK;
   return sw_fail(SWATHE_UNSUPPORTED,
                  "the %s transport moves host memory, which a CUDA graph cannot capture",
                  call->layer->transport->name);
@@ -991,7 +616,7 @@ static enum swathe_status give_up(const struct call *call, enum swathe_status st
 {
   char words[2048];
 
-  if (stages(call->layer)) return sw_exchange_abandon(call->layer, status);
+  if (sw_pass_cuda_stages(call->layer)) return sw_exchange_abandon(call->layer, status);
   if (!call->layer->transport) return status;
   snprintf(words, sizeof words, "%s", swathe_error());
   swathe_transport_abort(call->layer->transport, words);
@@ -1005,7 +630,8 @@ static enum swathe_status queue_call(struct call *call)
       sw_device_cuda_capturing(pass->device, call->stream, &call->capturing);
 
   if (!status) status = refuse_capture(call);
-  if (!status) status = need_lists(call);
+  if (!status)
+    status = sw_pass_cuda_memory_fit(call->layer, call->direction, call->tensors, call->capturing);
   if (!status) status = enter_stream(call);
   if (status) return status;
   fill_args(call);
