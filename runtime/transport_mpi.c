@@ -404,8 +404,9 @@ static enum swathe_status wait_for(struct mpi *mpi, struct traffic *traffic)
   enum swathe_status status;
 
   for (int idle = 0; !(status = soundness(mpi)) && traffic->pending; idle++) {
-    if (advance(mpi, &mpi->messages) | (mpi->gathers.pending && advance(mpi, &mpi->gathers)))
-      idle = -1;
+    const bool messages = advance(mpi, &mpi->messages);
+    const bool gathers = mpi->gathers.pending && advance(mpi, &mpi->gathers);
+    if (messages || gathers) idle = -1;
     if (!traffic->pending || mpi->failed || idle < 0) continue;
     look_for_notice(mpi);
     if (!mpi->failed && now_s() > until_s) {

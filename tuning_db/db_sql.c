@@ -77,7 +77,7 @@ enum swathe_status sw_db_sql_begin(struct sw_db *db, sqlite3_stmt **statement, c
       code = sqlite3_bind_double(prepared, i + 1, va_arg(args, double));
       break;
     default:
-      assert(!"a letter of t, i, r");
+      assert(false && "a letter of t, i, r");
     }
   }
   va_end(args);

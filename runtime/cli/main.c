@@ -135,7 +135,7 @@ int main(int argc, char **argv)
 
   if (argc < 2) {
     print_help(stderr);
-    return code;
+    return (int)code;
   }
   const struct cli_verb *verb = find_verb(argc - 1, argv + 1, &taken);
   if (verb) code = run_verb(verb, argc - 1 - taken, argv + 1 + taken);
@@ -144,5 +144,5 @@ int main(int argc, char **argv)
     fprintf(stderr, "swathe: stdout could not be written\n");
     if (!code) code = CLI_FAILED;
   }
-  return code;
+  return (int)code;
 }
