@@ -69,10 +69,16 @@ static bool is_program(const char *path)
 }
 
 // The absolute path of a program: as it stands when it holds a slash, else through PATH, of which
-// only absolute directories count.  `path` has PATH_MAX bytes.
+// only absolute directories count.  A symbolic link is not followed: a program may go by its name,
+// as ccache's do.  `path` has PATH_MAX bytes.
 static bool find_program(const char *word, char *path)
 {
-  if (strchr(word, '/')) return realpath(word, path) && is_program(path);
+  if (strchr(word, '/')) {
+    char here[PATH_MAX] = "";
+    if (*word != '/' && !getcwd(here, sizeof here)) return false;
+    return snprintf(path, PATH_MAX, "%s%s%s", here, *here ? "/" : "", word) < PATH_MAX &&
+           is_program(path);
+  }
 
   const char *from = getenv("PATH");
   if (!from || !*from) from = "/usr/local/bin:/usr/bin:/bin";
@@ -105,18 +111,41 @@ static void write_stamp(struct sw_jit_cc *cc)
   }
 }
 
+// The program a command names is as many of its leading words as are one: a path may hold spaces.
+// Cuts the command behind it and returns the rest; NULL if there is none.
+static char *cut_program(char *command, char *path)
+{
+  for (char *end = command + strlen(command);;) {
+    const char cut = *end;
+    *end = 0;
+    if (find_program(command, path)) return cut ? end + 1 : end;
+    char *space = strrchr(command, ' ');
+    if (!space) return NULL;
+    *end = cut;
+    end = space;
+  }
+}
+
 enum swathe_status sw_jit_cc_find(const char *command, struct sw_jit_cc **cc_out)
 {
   enum swathe_status status;
   struct sw_jit_cc *cc = calloc(1, sizeof *cc);
   if (!cc) return sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's command");
+  command += strspn(command, " ");
   cc->text = strdup(command);
-  cc->arguments = strdup(command);
+  char *rest = cc->text ? cut_program(cc->text, cc->path) : NULL;
+  cc->arguments = strdup(rest ? rest + strspn(rest, " ") : "");
   if (!cc->text || !cc->arguments) {
     status = sw_fail(SWATHE_NO_MEMORY, "no memory for a compiler's command");
     goto free_cc;
   }
-  char *rest = cc->text;
+  if (!rest) {
+    status = sw_fail(SWATHE_COMPILE,
+                     "no C compiler: '%s' is no program (install one, or name it in SWATHE_CC)",
+                     command);
+    goto free_cc;
+  }
+  cc->words[cc->word_count++] = cc->text;
   for (char *word; (word = strtok_r(rest, " ", &rest)) != NULL;) {
     if (cc->word_count == WORDS - 1) {
       status =
@@ -125,15 +154,6 @@ enum swathe_status sw_jit_cc_find(const char *command, struct sw_jit_cc **cc_out
     }
     cc->words[cc->word_count++] = word;
   }
-  if (cc->word_count == 0 || !find_program(cc->words[0], cc->path)) {
-    status = sw_fail(SWATHE_COMPILE,
-                     "no C compiler: '%s' is not in PATH (install one, or name it in SWATHE_CC)",
-                     cc->word_count ? cc->words[0] : command);
-    goto free_cc;
-  }
-  const char *tail = command + strspn(command, " ");
-  tail += strcspn(tail, " ");
-  strcpy(cc->arguments, tail + strspn(tail, " "));
   write_stamp(cc);
   *cc_out = cc;
   return SWATHE_OK;

@@ -12,13 +12,13 @@ struct sw_jit_cc;
 // Seconds of a clock that only goes forward; what every deadline below counts from.
 double sw_jit_cc_now(void);
 
-// The compiler `command` names (words split at spaces), found through PATH.  SWATHE_COMPILE if it
-// is not there.
+// The compiler that `command` names, found through PATH: as many of its words as are a program's
+// name or path, which may hold spaces; the rest are arguments.  SWATHE_COMPILE if it is not there.
 enum swathe_status sw_jit_cc_find(const char *command, struct sw_jit_cc **cc);
 void sw_jit_cc_free(struct sw_jit_cc *cc);
 
 const char *sw_jit_cc_path(const struct sw_jit_cc *cc);  // absolute
-// The words after the first, "" if there are none.
+// The command's words after the program, "" if there are none.
 const char *sw_jit_cc_arguments(const struct sw_jit_cc *cc);
 // Path, size, time and inode of every program the command names: changes when one of them is
 // replaced.

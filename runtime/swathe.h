@@ -334,7 +334,8 @@ struct swathe_options {
   int32_t threads;           // compute threads per layer; 0: all processors
   const char *isa;           // "avx512bf16", "avx512", "avx2", "neon", "generic";
                              // NULL: $SWATHE_ISA, else the best this machine has
-  const char *compiler;      // NULL: $SWATHE_CC, $CC, else cc
+  const char *compiler;      // a program, whose path may hold spaces, and arguments, divided by
+                             // spaces; NULL: $SWATHE_CC, $CC, else cc
   const char *generator;     // directory of generator/ and templates/;
                              // NULL: $SWATHE_GENERATOR_DIR, else the built-in texts
   // of the cuda target; nothing is looked for before a problem asks for it.  The driver is

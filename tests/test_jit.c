@@ -525,6 +525,48 @@ static void compiler_is_chosen_in_order(void **state)
   free(old);
 }
 
+// A path may hold spaces; what follows the program are arguments.  A link is called by its name.
+static void path_of_a_compiler_may_hold_spaces(void **state)
+{
+  static const struct { const char *command, *called; } cases[] = {
+    { "%s/my tools/cc", "/my tools/cc -O1 " },
+    { "  %s/my tools/cc -x", "/my tools/cc -x -O1 " },
+    { "%s/my tools/cc  -x  -y ", "/my tools/cc -x -y -O1 " },
+    { "%s/my", "/my -O1 " },
+    { "%s/my own -x", "/my own -x -O1 " },
+    { "../my tools/cc -x", "/my tools/cc -x -O1 " },
+    { "%s/my tools/linked cc -x", "/my tools/linked cc -x -O1 " },
+    { "linked cc -x", "/my tools/linked cc -x -O1 " },
+  };
+  static const char body[] = "tr '\\0' ' ' </proc/$$/cmdline >$R/called; cat $R/answer.so >$out";
+  char path[4096], *old = strdup(getenv("PATH"));
+  (void)state;
+  mkdir(in_root("my tools"), 0700);
+  make_compiler(in_root("my tools/cc"), "in my tools", body);
+  make_compiler(in_root("my"), "short", body);
+  assert_int_equal(symlink("cc", in_root("my tools/linked cc")), 0);
+  snprintf(path, sizeof path, "%s/my tools:%s", root, old);
+  setenv("PATH", path, 1);
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    struct sw_jit *jit;
+    char command[256];
+    remove_tree(cache);
+    const char *place = strstr(cases[i].command, "%s");
+    snprintf(command, sizeof command, "%.*s%s%s",
+             place ? (int)(place - cases[i].command) : 0, cases[i].command, place ? root : "",
+             place ? place + 2 : cases[i].command);
+    assert_int_equal(sw_jit_open(cache, command, &jit), SWATHE_OK);
+    if (load_with(jit, &request, NULL)) fail_msg("'%s': %s", command, swathe_error());
+    sw_jit_close(jit);
+    char *called = read_text(in_root("called"), NULL);
+    assert_non_null(called);
+    if (!strstr(called, cases[i].called)) fail_msg("'%s' called %s", command, called);
+    free(called);
+  }
+  setenv("PATH", old, 1);
+  free(old);
+}
+
 // ---- Damage ------------------------------------------------------------------------------------
 
 // The entry is not what it was: it must be a miss, moved aside, compiled again, and then be whole.
@@ -1383,6 +1425,7 @@ int main(void)
     TEST(key_holds_everything),
     TEST(keys_follow_what_is_compiled),
     TEST(compiler_is_chosen_in_order),
+    TEST(path_of_a_compiler_may_hold_spaces),
     TEST(every_damage_is_a_miss),
     TEST(anothers_entry_is_a_miss),
     TEST(entry_that_does_not_load_is_compiled_once_more),
