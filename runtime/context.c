@@ -32,7 +32,7 @@ static void warn_unknown_variables(void)
   static const char *const known[] = {
     "SWATHE_DB",   "SWATHE_CACHE_DIR", "SWATHE_ISA",      "SWATHE_CC",      "SWATHE_GENERATOR_DIR",
     "SWATHE_ARCH", "SWATHE_LIBCUDA",   "SWATHE_LIBNVRTC", "SWATHE_LIBNCCL",
-    "SWATHE_MPI_PLUGIN",
+    "SWATHE_MPI_PLUGIN", "SWATHE_CACHE_MIB",
   };
   for (char **variable = environ; *variable; variable++) {
     bool found = strncmp(*variable, "SWATHE_", 7) != 0;

@@ -36,7 +36,7 @@ static void look_at_compiler(const struct report *report, const struct sw_jit_st
 
 static void look_at_cache(const struct report *report, const struct sw_jit_state *state)
 {
-  char text[1024];
+  char text[1024], bound[64];
 
   if (!*state->directory) {
     find(report, "kernel cache", SWATHE_BROKEN, *state->problem ? state->problem : "memory only",
@@ -51,7 +51,11 @@ static void look_at_cache(const struct report *report, const struct sw_jit_state
         "kernels it lacks are compiled by every process; make it writable or set SWATHE_CACHE_DIR");
     return;
   }
-  find(report, "kernel cache", SWATHE_HEALTHY, state->directory, "");
+  snprintf(bound, sizeof bound, ", of at most %lld", (long long)(state->most_bytes >> 20));
+  snprintf(text, sizeof text, "%s: %lld kernel%s, %.1f MiB%s", state->directory,
+           (long long)state->kernels, state->kernels == 1 ? "" : "s",
+           (double)state->bytes / (1 << 20), state->most_bytes < INT64_MAX ? bound : "");
+  find(report, "kernel cache", SWATHE_HEALTHY, text, "");
 }
 
 static void look_at_database(const struct report *report, struct swathe_context *context)

@@ -63,10 +63,11 @@ struct compiler {
 struct sw_jit {
   struct sw_jit_cache *cache;
   char *command;                    // of the C compiler
-  pthread_mutex_t mutex;            // of kept and flights
+  pthread_mutex_t mutex;            // of kept, flights and tidied
   pthread_cond_t landed;
   struct kept *kept;
   struct flight *flights;
+  bool tidied;
 
   pthread_mutex_t compiler_mutex;   // of the rest
   struct compiler compilers[SW_JIT_COMPILERS];
@@ -283,12 +284,17 @@ void sw_jit_state(struct sw_jit *jit, struct sw_jit_state *state)
   const bool identified = identify(jit, SW_JIT_CC, ask_s) == SWATHE_OK;
   const struct compiler *compiler = &jit->compilers[SW_JIT_CC];
   const char *problem = sw_jit_cache_problem(jit->cache);
+  struct sw_jit_cache_size size;
+  sw_jit_cache_measure(jit->cache, &size);
   *state = (struct sw_jit_state){
     .directory = sw_jit_cache_directory(jit->cache),
     .compiler = jit->path,
     .compiler_version = identified ? compiler->version : "",
     .problem = *problem ? problem : compiler->problem,
     .writable = sw_jit_cache_writable(jit->cache),
+    .kernels = size.kernels,
+    .bytes = size.bytes,
+    .most_bytes = size.most_bytes,
   };
 }
 
@@ -468,20 +474,35 @@ static int wait_for_lock(struct sw_jit *jit, const char *key, double end)
 
 // ---- Compile -----------------------------------------------------------------------------------
 
+// Once, while a compiler is at work: nobody waits for it, and who only loads is not kept.
+static void tidy(struct sw_jit *jit, const char *last_resort)
+{
+  pthread_mutex_lock(&jit->mutex);
+  const bool tidied = jit->tidied;
+  jit->tidied = true;
+  pthread_mutex_unlock(&jit->mutex);
+  if (tidied) return;
+  sw_jit_cc_tidy(last_resort);
+  sw_jit_cache_tidy(jit->cache);
+}
+
 static enum swathe_status start_compiler(struct sw_jit *jit, const struct sw_jit_request *request,
                                          struct run *run)
 {
   const struct compiler *compiler = &jit->compilers[request->compiler];
   *run = (struct run){ NULL, NULL };
   if (!compiler->present) return sw_fail(SWATHE_COMPILE, "%s", compiler->problem);
-  if (request->compiler == SW_JIT_NVRTC)
-    return sw_jit_nvrtc_start(jit->nvrtc, request->name, request->source, request->flags,
-                              request->isa, &run->nvrtc);
   // the cache is the last resort for temporary files, too
   const char *last_resort =
       sw_jit_cache_prepare(jit->cache) ? sw_jit_cache_directory(jit->cache) : NULL;
-  return sw_jit_cc_start(jit->cc, request->name, request->source, request->flags, last_resort,
-                         &run->cc);
+  const enum swathe_status status =
+      request->compiler == SW_JIT_NVRTC
+          ? sw_jit_nvrtc_start(jit->nvrtc, request->name, request->source, request->flags,
+                               request->isa, &run->nvrtc)
+          : sw_jit_cc_start(jit->cc, request->name, request->source, request->flags, last_resort,
+                            &run->cc);
+  tidy(jit, last_resort);
+  return status;
 }
 
 static enum swathe_status finish_run(const struct run *run, double deadline_s,

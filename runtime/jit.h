@@ -4,7 +4,8 @@
 // identity + isa.  One file per entry with a header that holds the payload's digest; verified
 // before every load; published by rename from a temporary file in the same directory.  Any defect
 // is a miss and the entry is moved aside.  A cache that cannot be written is a warning, and the
-// binary is used from memory.
+// binary is used from memory.  Whoever compiles tidies up: what killed processes left, and entries
+// beyond the bound that were not used for longest.
 #ifndef SW_JIT_H
 #define SW_JIT_H
 
@@ -102,11 +103,13 @@ enum swathe_status sw_jit_cuda(const struct sw_jit_image *image, const void **cu
 // The cache directory, "" if memory only.  Borrowed until close.  Asks no compiler.
 const char *sw_jit_directory(struct sw_jit *jit);
 
-// For doctor: the cache directory ("" if memory only), whether it can be written, the compiler's
+// For doctor: the cache directory ("" if memory only), whether it can be written, how many kernels
+// it holds, their bytes and how many it is to hold at most (INT64_MAX: no bound); the compiler's
 // path ("" if none) and its first line of --version.  Borrowed until close.
 struct sw_jit_state {
   const char *directory, *compiler, *compiler_version, *problem;
   bool writable;
+  int64_t kernels, bytes, most_bytes;
 };
 void sw_jit_state(struct sw_jit *jit, struct sw_jit_state *state);
 

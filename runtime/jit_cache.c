@@ -4,6 +4,7 @@
 // reader sees a whole file or none; what a reader sees is checked against its digest all the same.
 #include "jit_cache.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
@@ -15,13 +16,17 @@
 #include <sys/file.h>
 #include <sys/random.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { KEY_DIGITS = 64, NOTE_BYTES = 4096, NAME_BYTES = 128 };
+enum { KEY_DIGITS = 64, NOTE_BYTES = 4096, NAME_BYTES = 128, BUCKETS = 256, MIB_DIGITS = 12 };
+enum { HOUR_S = 3600, DAY_S = 24 * HOUR_S };
+static const int64_t default_mib = 512;  // of all entries; a kernel has some 20 KiB
 static const size_t entry_bytes = (size_t)256 << 20;  // a larger file is no entry
 
 struct sw_jit_cache {
   char path[PATH_MAX];   // absolute; "" is memory only
+  int64_t most_bytes;    // of all entries
   bool in_temporary;     // made by us where others may write too: no symlink, mode 0700
   pthread_mutex_t mutex; // of the rest
   int directory;         // -1 until it exists; never changes after that
@@ -106,6 +111,20 @@ static void choose(struct sw_jit_cache *cache, const char *directory)
            "no directory for it: neither a home nor /tmp is usable");
 }
 
+static int64_t read_bound(void)
+{
+  const char *text = getenv("SWATHE_CACHE_MIB");
+  if (!text || !*text) return default_mib << 20;
+  const size_t digits = strspn(text, "0123456789");
+  if (text[digits] || digits > MIB_DIGITS) {
+    sw_warn("SWATHE_CACHE_MIB is '%s', no number of MiB: the bound is %lld", text,
+            (long long)default_mib);
+    return default_mib << 20;
+  }
+  const int64_t mib = strtoll(text, NULL, 10);
+  return mib ? mib << 20 : INT64_MAX;
+}
+
 // ---- Whose it is -------------------------------------------------------------------------------
 
 static void refuse(struct sw_jit_cache *cache, const char *why)
@@ -186,6 +205,7 @@ enum swathe_status sw_jit_cache_open(const char *directory, struct sw_jit_cache 
   if (!cache) return sw_fail(SWATHE_NO_MEMORY, "no memory for the kernel cache");
   pthread_mutex_init(&cache->mutex, NULL);
   cache->directory = -1;
+  cache->most_bytes = read_bound();
   choose(cache, directory);
   open_directory(cache);
   *cache_out = cache;
@@ -354,6 +374,19 @@ static const char *find_defect(const char *key, const unsigned char *file, size_
   return NULL;
 }
 
+static bool is_older(const struct stat *file, time_t seconds)
+{
+  return time(NULL) - file->st_mtime > seconds;
+}
+
+// Many ranks at once: the time is written once an hour.  No harm where it may not be.
+static void note_use(int root, const char *name)
+{
+  struct stat file;
+  if (fstatat(root, name, &file, AT_SYMLINK_NOFOLLOW) == 0 && is_older(&file, HOUR_S))
+    utimensat(root, name, NULL, AT_SYMLINK_NOFOLLOW);
+}
+
 bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned char **bytes,
                        size_t *size)
 {
@@ -373,6 +406,7 @@ bool sw_jit_cache_read(struct sw_jit_cache *cache, const char *key, unsigned cha
     free(file);
     return false;
   }
+  note_use(root, name);
   *size = file_bytes - sizeof(struct header);
   memmove(file, file + sizeof(struct header), *size);
   *bytes = file;
@@ -485,4 +519,173 @@ void sw_jit_cache_write_note(struct sw_jit_cache *cache, const char *name, const
   char line[KEY_DIGITS + 1];
   digest_line(text, strlen(text), line);
   write_file(cache, name, line, sizeof line, text, strlen(text));
+}
+
+// ---- Tidying -----------------------------------------------------------------------------------
+//
+// Nobody is waited for.  A file that goes while another process reads it is whole for that one and
+// a miss for the next.
+
+struct entry {
+  char name[NAME_BYTES];
+  time_t used;
+  int64_t bytes;
+};
+
+struct entries {
+  struct entry *all;  // owned
+  size_t count, room;
+  int64_t bytes;
+};
+
+// `name` from the cache's directory.
+typedef void visit_file(struct sw_jit_cache *cache, const char *name, const struct stat *file,
+                        void *arg);
+
+static void visit_files(struct sw_jit_cache *cache, const char *directory, visit_file *visit,
+                        void *arg)
+{
+  const int opened =
+      openat(cache->directory, directory, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW);
+  if (opened < 0) return;
+  DIR *stream = fdopendir(opened);
+  if (!stream) {
+    close(opened);
+    return;
+  }
+  for (struct dirent *entry; (entry = readdir(stream)) != NULL;) {
+    char name[NAME_BYTES];
+    struct stat file;
+    const int length = snprintf(name, sizeof name, "%s/%s", directory, entry->d_name);
+    if (length < NAME_BYTES &&
+        fstatat(cache->directory, name, &file, AT_SYMLINK_NOFOLLOW) == 0 && S_ISREG(file.st_mode))
+      visit(cache, name, &file, arg);
+  }
+  closedir(stream);
+}
+
+static void visit_entries(struct sw_jit_cache *cache, visit_file *visit, void *arg)
+{
+  for (int bucket = 0; bucket < BUCKETS; bucket++) {
+    char directory[3];
+    snprintf(directory, sizeof directory, "%02x", (unsigned)bucket % BUCKETS);
+    visit_files(cache, directory, visit, arg);
+  }
+}
+
+static bool ends(const char *name, const char *suffix)
+{
+  const size_t length = strlen(name), wanted = strlen(suffix);
+  return length >= wanted && !strcmp(name + length - wanted, suffix);
+}
+
+static void add_entry(struct entries *entries, const char *name, const struct stat *file)
+{
+  if (entries->count == entries->room) {
+    const size_t room = entries->room ? 2 * entries->room : 256;
+    struct entry *all = realloc(entries->all, room * sizeof *all);
+    if (!all) return;
+    entries->all = all;
+    entries->room = room;
+  }
+  struct entry *entry = &entries->all[entries->count++];
+  strcpy(entry->name, name);
+  entry->used = file->st_mtime;
+  entry->bytes = file->st_size;
+  entries->bytes += file->st_size;
+}
+
+// The lock file of whoever was killed while compiling.
+static void remove_lock(struct sw_jit_cache *cache, const char *name)
+{
+  char key[KEY_DIGITS + 1];
+  int lock;
+  snprintf(key, sizeof key, "%.2s%.62s", name, name + 3);
+  if (sw_jit_cache_try_lock(cache, key, &lock) == SW_JIT_CACHE_HELD)
+    sw_jit_cache_unlock(cache, key, lock);
+}
+
+static void remove_temporary(struct sw_jit_cache *cache, const char *name,
+                             const struct stat *file, void *arg)
+{
+  (void)arg;
+  if (ends(name, ".tmp") && is_older(file, DAY_S)) unlinkat(cache->directory, name, 0);
+}
+
+static void sort_out(struct sw_jit_cache *cache, const char *name, const struct stat *file,
+                     void *arg)
+{
+  if (ends(name, ".swk") || ends(name, ".bad")) add_entry(arg, name, file);
+  else if (ends(name, ".lock") && is_older(file, DAY_S)) remove_lock(cache, name);
+  else remove_temporary(cache, name, file, NULL);
+}
+
+// A note that leads to no entry.
+static void forget_origin(struct sw_jit_cache *cache, const char *name, const struct stat *file,
+                          void *arg)
+{
+  char key[KEY_DIGITS + 1], entry[NAME_BYTES];
+  (void)arg;
+  if (!is_older(file, DAY_S)) return;
+  if (sw_jit_cache_read_note(cache, name, key, sizeof key)) {
+    entry_name(key, "swk", entry);
+    if (faccessat(cache->directory, entry, F_OK, AT_SYMLINK_NOFOLLOW) == 0) return;
+  }
+  unlinkat(cache->directory, name, 0);
+}
+
+static int by_use(const void *left, const void *right)
+{
+  const struct entry *a = left, *b = right;
+  return (a->used > b->used) - (a->used < b->used);
+}
+
+// True if any went.
+static bool forget_entries(struct sw_jit_cache *cache, struct entries *entries)
+{
+  const time_t now = time(NULL);
+  size_t i = 0;
+  if (entries->bytes <= cache->most_bytes) return false;
+  qsort(entries->all, entries->count, sizeof *entries->all, by_use);
+  for (; i < entries->count && entries->bytes > cache->most_bytes; i++) {
+    if (now - entries->all[i].used <= DAY_S) break;
+    unlinkat(cache->directory, entries->all[i].name, 0);
+    entries->bytes -= entries->all[i].bytes;
+  }
+  return i > 0;
+}
+
+void sw_jit_cache_tidy(struct sw_jit_cache *cache)
+{
+  struct entries entries = { NULL, 0, 0, 0 };
+  struct stat file;
+  const int root = root_of(cache);
+  if (root < 0) return;
+  const int stamp = openat(root, "tidied", O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  if (stamp < 0) return;
+  const bool due = fstat(stamp, &file) == 0 && is_older(&file, DAY_S) && futimens(stamp, NULL) == 0;
+  close(stamp);
+  if (!due) return;
+
+  visit_entries(cache, sort_out, &entries);
+  visit_files(cache, "compilers", remove_temporary, NULL);
+  visit_files(cache, "origins", remove_temporary, NULL);
+  if (forget_entries(cache, &entries)) visit_files(cache, "origins", forget_origin, NULL);
+  free(entries.all);
+}
+
+static void count_kernel(struct sw_jit_cache *cache, const char *name, const struct stat *file,
+                         void *arg)
+{
+  struct sw_jit_cache_size *size = arg;
+  (void)cache;
+  if (!ends(name, ".swk")) return;
+  size->kernels++;
+  size->bytes += file->st_size;
+}
+
+void sw_jit_cache_measure(struct sw_jit_cache *cache, struct sw_jit_cache_size *size)
+{
+  *size = (struct sw_jit_cache_size){ .most_bytes = cache->most_bytes };
+  if (root_of(cache) >= 0) visit_entries(cache, count_kernel, size);
 }

@@ -6,6 +6,9 @@
 //   <2 hex>/<62 hex>.lock  held (flock) by whoever compiles that key; gone when it is done
 //   compilers/<name>       notes: what a compiler said about itself
 //   origins/<32 hex>       notes: the key of the binary that a kernel's origin led to
+//   tidied                 its time is that of the last sw_jit_cache_tidy
+//
+// An entry's time of modification is that of its last use, give or take an hour.
 //
 // Whoever can write here runs code in every process that reads here, so the directory must be the
 // user's own and writable by nobody else.  Nothing here fails: a cache that cannot serve is a miss,
@@ -37,6 +40,17 @@ struct sw_jit_cache_label { const char *name, *isa, *compiler; };
 bool sw_jit_cache_write(struct sw_jit_cache *cache, const char *key,
                         const struct sw_jit_cache_label *label, const unsigned char *bytes,
                         size_t size);
+
+// Once a day for each cache, whoever calls: removes what killed processes left and, as long as the
+// entries exceed $SWATHE_CACHE_MIB, the one that was used last longest ago; never one of the last
+// day.  Others may read and write meanwhile.
+void sw_jit_cache_tidy(struct sw_jit_cache *cache);
+
+struct sw_jit_cache_size {
+  int64_t kernels, bytes;
+  int64_t most_bytes;       // INT64_MAX: no bound
+};
+void sw_jit_cache_measure(struct sw_jit_cache *cache, struct sw_jit_cache_size *size);
 
 // The right to compile `key`, among all threads and processes.  `lock` >= 0 when held.
 enum sw_jit_cache_turn { SW_JIT_CACHE_HELD, SW_JIT_CACHE_BUSY, SW_JIT_CACHE_NO_LOCKS };

@@ -6,6 +6,7 @@
 #include "jit_cc.h"
 
 #include <assert.h>
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <ftw.h>
@@ -16,6 +17,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -27,6 +29,7 @@ enum {
   LOG_BYTES = 256 * 1024,   // of the compiler's output that are kept
   PRIORITY = 10,            // nice value of a compiler: training comes first
   WAKE_MS = 50,             // longest sleep while a compiler runs
+  LEFT_S = 24 * 3600,       // a directory that changed within this time is left alone
 };
 static const size_t binary_bytes = (size_t)256 << 20;  // more is no kernel of ours
 
@@ -49,6 +52,7 @@ struct sw_jit_cc_run {
   size_t log_bytes;
   bool log_cut;
   char directory[PATH_MAX]; // private, ""  if none
+  int owner;                // its file `owner`, locked; -1: none
   char name[64];
   char command[256];        // for words
 };
@@ -175,20 +179,39 @@ const char *sw_jit_cc_arguments(const struct sw_jit_cc *cc) { return cc->argumen
 const char *sw_jit_cc_stamp(const struct sw_jit_cc *cc) { return cc->stamp; }
 
 // ---- The private directory ---------------------------------------------------------------------
+//
+// Its file `owner` is locked as long as the process lives that made it, so that one which was
+// killed and one at work can be told apart.  A lock may not reach other hosts: what is removed must
+// be old, too.
+
+static const char pattern[] = "swathe-cc-XXXXXX";
 
 static bool make_directory(const char *parent, char *directory)
 {
   if (!parent || *parent != '/') return false;
-  if (snprintf(directory, PATH_MAX, "%s/swathe-XXXXXX", parent) >= PATH_MAX) return false;
+  if (snprintf(directory, PATH_MAX, "%s/%s", parent, pattern) >= PATH_MAX) return false;
   return mkdtemp(directory) != NULL;
+}
+
+// Without a lock the directory does as well; it is only never removed by another process.
+static void take_possession(struct sw_jit_cc_run *run)
+{
+  char path[PATH_MAX + 8];
+  snprintf(path, sizeof path, "%s/owner", run->directory);
+  run->owner = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  if (run->owner >= 0) flock(run->owner, LOCK_EX | LOCK_NB);
 }
 
 static enum swathe_status enter_directory(struct sw_jit_cc_run *run, const char *last_resort)
 {
-  if (make_directory(getenv("TMPDIR"), run->directory)) return SWATHE_OK;
-  if (make_directory("/tmp", run->directory)) return SWATHE_OK;
+  bool entered = make_directory(getenv("TMPDIR"), run->directory) ||
+                 make_directory("/tmp", run->directory);
   const int error = errno;
-  if (make_directory(last_resort, run->directory)) return SWATHE_OK;
+  if (!entered) entered = make_directory(last_resort, run->directory);
+  if (entered) {
+    take_possession(run);
+    return SWATHE_OK;
+  }
   run->directory[0] = 0;
   return sw_fail(SWATHE_COMPILE, "no temporary directory to compile in: /tmp: %s", strerror(error));
 }
@@ -200,9 +223,53 @@ static int remove_one(const char *path, const struct stat *file, int kind, struc
   return 0;
 }
 
+static void remove_tree(const char *directory)
+{
+  nftw(directory, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+}
+
 static void leave_directory(struct sw_jit_cc_run *run)
 {
-  if (run->directory[0]) nftw(run->directory, remove_one, 8, FTW_DEPTH | FTW_PHYS);
+  if (run->directory[0]) remove_tree(run->directory);
+  if (run->owner >= 0) close(run->owner);
+}
+
+// Removes a private directory whose owner is gone.
+static void remove_left(const char *directory)
+{
+  char path[PATH_MAX + 8];
+  struct stat file;
+  if (lstat(directory, &file) || !S_ISDIR(file.st_mode) || file.st_uid != geteuid()) return;
+  if (time(NULL) - file.st_mtime < LEFT_S) return;
+  snprintf(path, sizeof path, "%s/owner", directory);
+  const int owner = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+  if (owner < 0) {
+    rmdir(directory);  // killed before it had one: there is nothing else in it, or it is not ours
+    return;
+  }
+  if (flock(owner, LOCK_EX | LOCK_NB) == 0) remove_tree(directory);
+  close(owner);
+}
+
+static void tidy_below(const char *parent)
+{
+  const size_t fixed = strcspn(pattern, "X");
+  DIR *directory = opendir(parent);
+  if (!directory) return;
+  for (struct dirent *entry; (entry = readdir(directory)) != NULL;) {
+    char path[PATH_MAX];
+    const char *name = entry->d_name;
+    if (strncmp(name, pattern, fixed) || strlen(name) != strlen(pattern)) continue;
+    if (snprintf(path, sizeof path, "%s/%s", parent, name) < (int)sizeof path) remove_left(path);
+  }
+  closedir(directory);
+}
+
+void sw_jit_cc_tidy(const char *last_resort)
+{
+  const char *parents[] = { getenv("TMPDIR"), "/tmp", last_resort };
+  for (size_t i = 0; i < sizeof parents / sizeof *parents; i++)
+    if (parents[i] && *parents[i] == '/') tidy_below(parents[i]);
 }
 
 static enum swathe_status write_source(const struct sw_jit_cc_run *run, const char *source)
@@ -380,7 +447,7 @@ static struct sw_jit_cc_run *new_run(const struct sw_jit_cc *cc, const char *las
 {
   struct sw_jit_cc_run *run = calloc(1, sizeof *run);
   if (!run) return NULL;
-  run->output = -1;
+  run->output = run->owner = -1;
   snprintf(run->command, sizeof run->command, "%.120s%s%.60s %.60s", cc->path,
            *cc->arguments ? " " : "", cc->arguments, last_word);
   return run;

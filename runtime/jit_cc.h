@@ -1,7 +1,8 @@
 // jit_cc.h: running the system's C compiler.  Private to jit*.c.
 //
 // A compiler is a command of one or more words; a run is one process of it in a private directory
-// of its own, which goes when the run is finished or killed.
+// of its own, which goes when the run is finished or killed.  What is left where this process is
+// killed itself, sw_jit_cc_tidy of a later one removes.
 #ifndef SW_JIT_CC_H
 #define SW_JIT_CC_H
 
@@ -41,5 +42,9 @@ enum swathe_status sw_jit_cc_finish(struct sw_jit_cc_run *run, double deadline_s
                                     unsigned char **bytes, size_t *size, double *seconds,
                                     char **log);
 void sw_jit_cc_kill(struct sw_jit_cc_run *run);  // and frees it
+
+// Removes the private directories of killed processes, a day old, wherever a run with that
+// `last_resort` might work.
+void sw_jit_cc_tidy(const char *last_resort);
 
 #endif

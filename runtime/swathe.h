@@ -329,7 +329,9 @@ struct swathe_options {
                              // directory
   const char *cache;         // directory of compiled kernels; NULL: $SWATHE_CACHE_DIR,
                              // $XDG_CACHE_HOME/swathe, $HOME/.cache/swathe, a private directory in
-                             // the temporary one, else memory only
+                             // the temporary one, else memory only.  While it holds more than
+                             // $SWATHE_CACHE_MIB (default 512; 0: any) the kernels go that were
+                             // not used for longest, but none of the last day
   enum swathe_mode mode;
   int32_t threads;           // compute threads per layer; 0: all processors
   const char *isa;           // "avx512bf16", "avx512", "avx2", "neon", "generic";

@@ -270,6 +270,7 @@ static void prints_one_json_document(void **state)
     { "db show --json " TINY, 0, "\"samples\": []" },
     { "db best --json " TINY, 0, "\"kernel\": \"backward\"" },
     { "doctor --json", 0, "\"broken\": 0" },
+    { "doctor --json", 0, " MiB, of at most 512" },
   };
   for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
     expect_json(rows[i].words, rows[i].status, rows[i].out);

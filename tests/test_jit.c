@@ -292,6 +292,7 @@ static int begin_all(void **state)
   unsetenv("SWATHE_CC");
   unsetenv("CC");
   unsetenv("SWATHE_CACHE_DIR");
+  unsetenv("SWATHE_CACHE_MIB");
   unsetenv("XDG_CACHE_HOME");
   if (chdir(here)) return -1;
 
@@ -940,6 +941,101 @@ static void killed_holder_leaves_no_lock(void **state)
   }
 }
 
+// Gives a file or a directory the age of so many hours.
+static void age(const char *path, int hours)
+{
+  const struct timespec then = { .tv_sec = time(NULL) - 3600 * hours };
+  const struct timespec times[2] = { then, then };
+  assert_int_equal(utimensat(AT_FDCWD, path, times, AT_SYMLINK_NOFOLLOW), 0);
+}
+
+// The one directory of a compilation below `parent`.
+static void directory_of_run(const char *parent, char *path, size_t size)
+{
+  DIR *directory = opendir(parent);
+  *path = 0;
+  assert_non_null(directory);
+  for (struct dirent *entry; (entry = readdir(directory)) != NULL;)
+    if (!strncmp(entry->d_name, "swathe-cc-", 10))
+      snprintf(path, size, "%s/%.64s", parent, entry->d_name);
+  closedir(directory);
+  assert_int_not_equal(*path, 0);
+}
+
+// A compilation by a program that starts.
+static void compile_anew(void)
+{
+  bool cached = true;
+  struct sw_jit_request other = request;
+  static char source[64];
+  static int turn;
+  snprintf(source, sizeof source, "// compiled anew %d", turn++);
+  other.source = source;
+  struct sw_jit *jit = open_jit();
+  assert_int_equal(load_with(jit, &other, &cached), SWATHE_OK);
+  assert_false(cached);
+  sw_jit_close(jit);
+}
+
+// Where a killed process compiled nobody comes back: its directory goes, but not before it is old,
+// and never that of a process at work.
+static void what_the_killed_left_is_removed(void **state)
+{
+  (void)state;
+  for (int in_cache = 0; in_cache < 2; in_cache++) {
+    char parent[256], left[512];
+    snprintf(parent, sizeof parent, "%s", in_cache ? cache : in_root("tmp-killed"));
+    remove_tree(cache);
+    mkdir(in_root("tmp-killed"), 0700);
+    refuse_temporary = in_cache;
+    const pid_t holder = start_holder("60");
+    refuse_temporary = false;
+    setenv("TMPDIR", in_root("tmp-killed"), 1);
+    directory_of_run(parent, left, sizeof left);
+
+    age(left, 30 * 24);
+    compile_anew();
+    assert_true(exists(left));  // at work
+    kill(holder, SIGKILL);
+    assert_int_equal(waitpid(holder, NULL, 0), holder);
+    age(left, 23);
+    compile_anew();
+    assert_true(exists(left));
+    age(left, 25);
+    assert_int_equal(load_once(NULL), SWATHE_OK);  // compiles what the killed one did not
+    assert_false(exists(left));
+    end_holder(holder);
+  }
+}
+
+// What only has such a name is not touched.
+static void what_others_left_stays(void **state)
+{
+  (void)state;
+  const char *const names[] = { "tmp/swathe-cc-full01", "tmp/swathe-cc-owned12",
+                                "tmp/swathe-cd-owned1" };
+  mkdir(in_root("tmp/swathe-cc-empty1"), 0700);
+  age(in_root("tmp/swathe-cc-empty1"), 48);
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    char path[512], inside[600];
+    snprintf(path, sizeof path, "%s", in_root(names[i]));
+    mkdir(path, 0700);
+    snprintf(inside, sizeof inside, "%s/%s", path, i ? "owner" : "other");
+    write_text(inside, "", 0600);
+    age(path, 48);
+  }
+  write_text(in_root("tmp/swathe-cc-afile1"), "", 0600);
+  age(in_root("tmp/swathe-cc-afile1"), 48);
+  compile_anew();
+  assert_false(exists(in_root("tmp/swathe-cc-empty1")));
+  assert_true(exists(in_root("tmp/swathe-cc-afile1")));
+  unlink(in_root("tmp/swathe-cc-afile1"));
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+    assert_true(exists(in_root(names[i])));
+    remove_tree(in_root(names[i]));
+  }
+}
+
 static void waiting_for_another_is_bounded(void **state)
 {
   struct sw_jit_report report;
@@ -1339,6 +1435,147 @@ static void planted_private_directory_is_refused(void **state)
   free(home);
 }
 
+// ---- How much it holds -------------------------------------------------------------------------
+
+enum { FILE_KIB = 400 };
+
+// A file of that age in the first bucket of the cache.
+static const char *plant(const char *name, int hours)
+{
+  char path[256];
+  snprintf(path, sizeof path, "cache/00/%s", name);
+  const char *planted = in_root(path);
+  write_text(planted, "", 0600);
+  assert_int_equal(truncate(planted, FILE_KIB * 1024), 0);
+  age(planted, hours);
+  return planted;
+}
+
+static bool planted(const char *name)
+{
+  char path[256];
+  snprintf(path, sizeof path, "cache/00/%s", name);
+  return exists(in_root(path));
+}
+
+static void start_cache(const char *mib)
+{
+  remove_tree(cache);
+  if (mib) setenv("SWATHE_CACHE_MIB", mib, 1);
+  else unsetenv("SWATHE_CACHE_MIB");
+  compile_anew();
+  mkdir(in_root("cache/00"), 0700);
+  assert_int_equal(entries_with(".swk"), 1);
+  assert_true(exists(in_root("cache/tidied")));
+  age(in_root("cache/tidied"), 25);
+}
+
+// Those not used for longest go, whatever they are, but none of the last day; not before the cache
+// exceeds its bound, and once a day.
+static void entries_beyond_the_bound_go(void **state)
+{
+  static const struct { const char *mib; int hours[4]; const char *stay; } cases[] = {
+    { "1", { 90, 30, 60, 2 }, "nyny" },  // four of 400 KiB: two too many
+    { "1", { 30, 60, 2, 90 }, "ynyn" },
+    { "1", { 10, 20, 23, 26 }, "yyyn" },
+    { "2", { 90, 30, 60, 2 }, "yyyy" },
+    { "0", { 90, 30, 60, 2 }, "yyyy" },
+    { NULL, { 90, 30, 60, 2 }, "yyyy" },
+    { "few", { 90, 30, 60, 2 }, "yyyy" },
+  };
+  static const char *const names[] = { "a.swk", "b.swk", "c.bad", "d.swk" };
+  (void)state;
+  for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+    int saved;
+    silence(&saved);
+    start_cache(cases[i].mib);
+    for (int f = 0; f < 4; f++) plant(names[f], cases[i].hours[f]);
+    assert_int_equal(load_once(NULL), SWATHE_OK);
+    for (int f = 0; f < 4; f++)
+      if (planted(names[f]) != (cases[i].stay[f] == 'y'))
+        fail_msg("case %zu: %s %s", i, names[f], planted(names[f]) ? "stayed" : "went");
+    // the next one today looks at nothing
+    plant("e.swk", 99);
+    compile_anew();
+    assert_true(planted("e.swk"));
+    speak(saved);
+  }
+  unsetenv("SWATHE_CACHE_MIB");
+}
+
+// An entry that is loaded counts as used now; who only loads removes nothing.
+static void use_keeps_an_entry(void **state)
+{
+  char path[256];
+  struct sw_jit_report report;
+  (void)state;
+  start_cache("1");
+  entry_path("swk", path, sizeof path);  // of `request`
+  age(in_root("cache/tidied"), 25);
+  struct sw_jit *jit = open_jit();
+  assert_int_equal(sw_jit_warm(jit, &request, plenty_s, &report, NULL), SWATHE_OK);
+  sw_jit_remember(jit, SW_JIT_CC, "kept", report.key);
+  sw_jit_remember(jit, SW_JIT_CC, "forgotten", "00aa");
+  sw_jit_close(jit);
+  assert_int_equal(directory_entries(in_root("cache/origins")), 2);
+  DIR *origins = opendir(in_root("cache/origins"));
+  for (struct dirent *entry; (entry = readdir(origins)) != NULL;) {
+    char name[300];
+    snprintf(name, sizeof name, "%s/cache/origins/%.200s", root, entry->d_name);
+    if (entry->d_name[0] != '.') age(name, 30);
+  }
+  closedir(origins);
+  age(path, 99);
+  plant("a.swk", 50), plant("b.swk", 60), plant("c.swk", 70);
+  bool cached = false;
+  assert_int_equal(load_once(&cached), SWATHE_OK);
+  assert_true(cached);
+  assert_true(planted("c.swk"));
+  compile_anew();
+  assert_false(planted("c.swk"));
+  assert_true(planted("a.swk"));
+  assert_true(exists(path));
+  assert_int_equal(directory_entries(in_root("cache/origins")), 1);
+  unsetenv("SWATHE_CACHE_MIB");
+}
+
+// Files of writers and holders of locks that were killed.
+static void leftovers_in_the_cache_go(void **state)
+{
+  char lock[128], held[128];
+  (void)state;
+  start_cache(NULL);
+  snprintf(lock, sizeof lock, "%062d.lock", 1);
+  snprintf(held, sizeof held, "%062d.lock", 2);
+  plant("x.swk.0123456789abcdef.tmp", 25);
+  plant("y.swk.0123456789abcdef.tmp", 23);
+  plant(lock, 25);
+  const int file = open(plant(held, 25), O_RDWR | O_CLOEXEC);
+  assert_int_equal(flock(file, LOCK_EX | LOCK_NB), 0);
+  compile_anew();
+  assert_false(planted("x.swk.0123456789abcdef.tmp"));
+  assert_true(planted("y.swk.0123456789abcdef.tmp"));
+  assert_false(planted(lock));
+  assert_true(planted(held));
+  close(file);
+}
+
+static void state_tells_the_size(void **state)
+{
+  struct sw_jit_state found;
+  (void)state;
+  start_cache("3");
+  plant("a.swk", 1), plant("b.bad", 1);
+  struct sw_jit *jit = open_jit();
+  sw_jit_state(jit, &found);
+  assert_int_equal(found.kernels, 2);
+  assert_true(found.bytes > FILE_KIB * 1024);
+  assert_true(found.bytes < 2 * FILE_KIB * 1024);
+  assert_int_equal(found.most_bytes, 3 << 20);
+  sw_jit_close(jit);
+  unsetenv("SWATHE_CACHE_MIB");
+}
+
 // ---- Jobs --------------------------------------------------------------------------------------
 
 static void jobs_run_in_the_background(void **state)
@@ -1434,6 +1671,8 @@ int main(void)
     TEST(damaged_note_is_asked_again),
     TEST(processes_compile_once),
     TEST(killed_holder_leaves_no_lock),
+    TEST(what_the_killed_left_is_removed),
+    TEST(what_others_left_stays),
     TEST(waiting_for_another_is_bounded),
     TEST(lock_on_a_removed_file_is_none),
     TEST(bad_ends_are_compile_failures),
@@ -1449,6 +1688,10 @@ int main(void)
     TEST(unwritable_cache_is_one_warning),
     TEST(strangers_directories_are_refused),
     TEST(planted_private_directory_is_refused),
+    TEST(entries_beyond_the_bound_go),
+    TEST(use_keeps_an_entry),
+    TEST(leftovers_in_the_cache_go),
+    TEST(state_tells_the_size),
     TEST(jobs_run_in_the_background),
     TEST(jobs_end_when_told),
     TEST(threads_compile_once),  // last: the others fork, and want no threads about
