@@ -298,7 +298,7 @@ return {
           end },
         { "a block is a whole number of rows_k", function(c) return c.block_k % c.rows_k == 0 end },
         { "only whole cache lines can bypass the cache", function(c)
-            return c.stream == 0 or c.lanes == 16 and c.step == 1 + c.bf16 and
+            return c.stream == 0 or c.lanes >= 8 and c.step == 1 + c.bf16 and
                    c.head_dim_v % (16 * c.step) == 0
           end },
       },
@@ -345,7 +345,7 @@ return {
             pack, best = heads, useful
           end
         end
-        local lines = c.lanes == 16 and c.bf16_pairs >= c.bf16 and
+        local lines = c.lanes >= 8 and c.bf16_pairs >= c.bf16 and
                       c.head_dim_v % (16 + 16 * c.bf16) == 0
         local stream = not wide and lines
         return { vectors = vectors, pack = pack, rows_k = keys, rows_d = keys,
@@ -439,9 +439,8 @@ return {
         { "there are accumulators enough to hide the latency of an FMA", function(c)
             return c.vectors * math.min(c.rows_k, c.rows_d) >= 8 and c.vectors_d * c.rows_j >= 8
           end },
-        { "a tile has 32 to 256 rows", function(c)
-            local rows = c.lanes * c.vectors * c.panels
-            return 32 <= rows and rows <= 256
+        { "a tile has two vectors of rows at least, and at most 256 rows", function(c)
+            return c.vectors * c.panels >= 2 and c.lanes * c.vectors * c.panels <= 256
           end },
         { "a tile is no longer than the window", function(c)
             return c.left_limited == 0 or c.right_limited == 0 or c.panels == 1 or

@@ -24,11 +24,14 @@ const char *sequence_array_name(enum sequence_array array)
   return array_names[array];
 }
 
+// Aligned to cache lines, as a trainer's tensors are, so that kernels may write whole ones past the
+// cache; gaps between rows and heads make the others.
 static void *grab(size_t count, size_t bytes)
 {
-  void *memory = calloc(count ? count : 1, bytes);
+  const size_t whole = (count * bytes + 64) / 64 * 64;
+  void *memory = aligned_alloc(64, whole);
   if (!memory) abort();
-  return memory;
+  return memset(memory, 0, whole);
 }
 
 uint16_t sequence_to_bf16(float value)

@@ -1201,7 +1201,7 @@ int main(int argc, char **argv)
 //   B06, in part   a limit on the keys of a call (seqused_k): there is none
 //   B17, in part   the other back ends: there is one; what it lacks is refused (test_layer.c)
 //   B20, in part   a relay of dq between tiles that may spin: there is none
-//   B21, in part   more than 256 operations in one NCCL group: there is no NCCL transport
+//   B21, in part   more than 256 operations in one NCCL group: the emulated NCCL has no such limit
 //   B23, in part   a GPU's 32-bit offsets; shapes of 2^31 elements are planned in test_halo.c
 //   B25, in part   ranks on several machines, one of them compiling cold; writers at the same time
 //                  are in test_db.c

@@ -199,7 +199,7 @@ static void backward_on_pairs_is_right(void **state)
                                             .batch = 1,
                                             .tokens = 500 };
   static const char *const configs[2] = {
-    NULL, "vectors=2,pack=7,panels=2,rows_k=8,rows_d=8,rows_j=8,vectors_d=1,block_k=64,"
+    NULL, "vectors=2,pack=7,panels=2,rows_k=6,rows_d=4,rows_j=6,vectors_d=1,block_k=96,"
           "ring_blocks=128,pairs=1" };
   struct sequence *sequence = sequence_make(&problem, &sharding, 6, 1);
   const struct group_case group = { .context = context,
@@ -218,6 +218,32 @@ static void backward_on_pairs_is_right(void **state)
   sequence_free(sequence);
   if (status == SWATHE_BAD_CONFIG && strstr(words, "pairs are for bf16")) skip();
   if (!right) fail_msg("%s", words);
+}
+
+// Out of narrow windows goes past the cache where an isa can, in whole cache lines; heads whose
+// rows do not start one take the other way.
+static void out_goes_past_the_cache(void **state)
+{
+  static const char *const isas[] = { "avx2", "avx512", "avx512bf16" };
+  const struct swathe_sharding sharding = {
+    .layout = SWATHE_ZIGZAG, .ranks = 2, .batch = 1, .tokens = 150
+  };
+  struct swathe_context *best = context;
+  (void)state;
+  for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+    const struct swathe_options options = {
+      .database = "/nonexistent/tuning.db", .cache = cache, .threads = 1, .isa = isas[i]
+    };
+    if (swathe_open(&options, &context)) continue;   // not of this machine
+    for (int gap = 0; gap < 2; gap++) {
+      const struct swathe_problem problem = problem_of(
+          i == 2 ? "q_heads=4,kv_heads=2,head_dim_v=32,window_left=20,ranks=2,dtype=bf16"
+                 : "q_heads=4,kv_heads=2,head_dim_v=32,window_left=20,ranks=2");
+      expect_right(&problem, &sharding, (struct share_form){ .gap = 3 * gap }, false, 1);
+    }
+    swathe_close(context);
+  }
+  context = best;
 }
 
 // A tile sees more blocks of keys than a thread keeps: sums are left and taken up again, and none
@@ -766,6 +792,7 @@ int main(void)
     cmocka_unit_test(results_equal_the_reference),
     cmocka_unit_test(shapes_of_real_models),
     cmocka_unit_test(backward_on_pairs_is_right),
+    cmocka_unit_test(out_goes_past_the_cache),
     cmocka_unit_test(backward_sees_more_than_it_keeps),
     cmocka_unit_test(memory_goes_by_the_window),
     cmocka_unit_test(results_are_bit_equal),

@@ -187,7 +187,7 @@ static bool scatter(struct member *member)
     const enum cli_array array = (enum cli_array)i;
     const size_t bytes = arrays->data[i] ? bytes_of(member, array) : 0;
     if (!arrays->data[i] || i == CLI_ARRAY_SINK || i == CLI_ARRAY_DSINK) continue;
-    member->data[i] = malloc(bytes ? bytes : 1);
+    member->data[i] = aligned_alloc(64, (bytes + 64) / 64 * 64);  // as a trainer's tensors
     if (!member->data[i])
       return fail_team(member, "rank %" PRId32 ": no %zu bytes for its part of %s", member->rank,
                        bytes, cli_arrays_name(array));

@@ -145,11 +145,11 @@ INLINE void store_elem_row(elem *row, int at, int dim, vec x) {
   else store_elem(row + at, x);
 }
 
-// Writes x past the cache if a vector is a cache line and `to` starts one; else writes nothing and
-// returns 0.  For what is written once and not read soon; a thread ends such stores with
-// stream_end.
+// Writes x past the cache if the isa can and `to` is aligned to a vector; else writes nothing and
+// returns 0.  For what is written once and not read soon, whole cache lines in a row; a thread ends
+// such stores with stream_end.
 INLINE int stream(void *to, vec x) {
-//@ if avx512 then
+//@ if avx512 or ISA == "avx2" then
   if ((__UINTPTR_TYPE__)to % sizeof x) return 0;
   __asm__ volatile("vmovntps %1, %0" : "=m"(*(vec *)to) : "v"(x));
   return 1;
@@ -158,7 +158,7 @@ INLINE int stream(void *to, vec x) {
 //@ end
 }
 INLINE void stream_end(void) {
-//@ if avx512 then
+//@ if avx512 or ISA == "avx2" then
   __asm__ volatile("sfence" ::: "memory");
 //@ end
 }
