@@ -469,10 +469,12 @@ return {
             end
           end
         end
-        -- about 64 rows; far more when each tile fetches the packed window from beyond the L2
-        local panels = 64 // (c.lanes * vectors)
-        local fetched = 8 * window * (c.head_dim_qk + c.head_dim_v)
-        if fetched > 3 * c.l2_bytes then panels = 4 * panels end
+        -- about 64 rows; far more when each tile fetches the packed window from beyond the L2.  (An
+        -- L2 of half the size is full with those: only a far wider window pays for them there.)
+        local panels, dims = 64 // (c.lanes * vectors), c.head_dim_qk + c.head_dim_v
+        local far = 8 * window * dims > 3 * c.l2_bytes
+        if c.lanes == 8 then far = window > 2048 end
+        if far then panels = 4 * panels end
         panels = math.max(1, math.min(8, panels))
 
         local rows, rows_d = many and 8 or 6, many and 8 or 4
@@ -483,9 +485,17 @@ return {
         for wider = 2, many and 4 or 2 do
           if key_vectors % wider == 0 and value_vectors % wider == 0 then vectors_d = wider end
         end
+        -- with half the keys in a block where that lets a tile and a block share the L2
+        local function together(keys)
+          return 4 * c.lanes * vectors * panels * (2 * dims + c.head_dim_qk + 2 * keys) +
+                 8 * keys * dims
+        end
+        local block_k = many and 64 or 96
+        local most = 3 * c.l2_bytes // 4
+        if not many and together(96) > most and together(48) <= most then block_k = 48 end
         return { vectors = vectors, pack = pack, panels = panels, rows_k = rows, rows_d = rows_d,
                  rows_j = vectors_d == 4 and 4 or rows, vectors_d = vectors_d,
-                 block_k = many and 64 or 96, ring_blocks = 128, pairs = 0 }
+                 block_k = block_k, ring_blocks = 128, pairs = 0 }
       end,
     },
 

@@ -12,8 +12,8 @@
 // One thread.  The time is thread CPU time, of each item (1024 queries of a key head) the best of
 // at least 5 rounds over all of them; there are more, for at most S seconds a config (6), until 15
 // in a row gained nothing: on a shared machine the first few may all meet others at work.  The peak
-// is the highest that was measured so far in the same process, with the same flags, between the
-// kernels: multiply-adds of floats, or of pairs of bfloat16 where the kernel does those.
+// is the highest that was measured between these rounds, with the same flags: multiply-adds of
+// floats, or of pairs of bfloat16 where the kernels do those.
 #include <getopt.h>
 #include <inttypes.h>
 #include <stdbool.h>
@@ -197,18 +197,21 @@ static double time_round(struct candidate *candidates, int count, const struct l
   return sum;
 }
 
-static void time_candidates(struct candidate *candidates, int count, const struct launch *launch,
-                            double seconds)
+// Returns the peak.
+static double time_candidates(const struct asked *asked, struct candidate *candidates, int count,
+                              const struct launch *launch, const char *flags)
 {
-  const double begin = measure_cpu_s();
-  double least_sum = 1e30;
+  const double begin = measure_cpu_s(), most_s = asked->seconds * count;
+  double least_sum = 1e30, highest = 0;
   for (int round = 0, idle = 0;
-       round < LEAST_ROUNDS || (idle < PATIENCE && measure_cpu_s() - begin < seconds * count);
-       round++) {
+       round < LEAST_ROUNDS || (idle < PATIENCE && measure_cpu_s() - begin < most_s); round++) {
+    const double peak = measure_peak(asked->jit, flags, asked->isa, candidates[0].pairs);
     const double sum = time_round(candidates, count, launch, round);
+    if (peak > highest) highest = peak;
     idle = sum < 0.998 * least_sum ? 0 : idle + 1;
     if (idle == 0) least_sum = sum;
   }
+  return highest;
 }
 
 // ---- What is aimed at --------------------------------------------------------------------------
@@ -230,15 +233,6 @@ static struct bar bar_of(const struct swathe_problem *problem, bool backward)
   if (!backward && !narrow && shared && problem->head_dim_qk <= 64)
     bar.at_least = half ? .75 : .82;
   return bar;
-}
-
-// Measures the peak once more; the highest so far.  (All kernels of an isa have the same flags.)
-static double raise_peak(const struct asked *asked, const char *flags, bool pairs)
-{
-  static double highest[2];
-  const double peak = measure_peak(asked->jit, flags, asked->isa, pairs);
-  if (peak > highest[pairs]) highest[pairs] = peak;
-  return highest[pairs];
 }
 
 // The share of the last config.
@@ -263,12 +257,10 @@ static double measure(const struct asked *asked, bool backward, const char *text
   for (int i = 0; i < count; i++)
     make_candidate(asked, &request, asked->count ? asked->configs[i] : config, &launch,
                    &candidates[i], flags);
-  raise_peak(asked, flags, candidates[0].pairs);
-  time_candidates(candidates, count, &launch, asked->seconds);
+  const double peak = time_candidates(asked, candidates, count, &launch, flags);
   const struct bar bar = bar_of(&problem, backward);
   for (int i = 0; i < count; i++) {
     const struct candidate *c = &candidates[i];
-    const double peak = raise_peak(asked, flags, c->pairs);
     share = count_flops(&problem, backward) / c->seconds / peak;
     printf("%-8s %.3f of %.1f Gflop/s%s  at least %.2f, aim %.2f%s  %s  %s\n", names[backward],
            share, peak / 1e9, c->pairs ? " by pairs" : "", bar.at_least, bar.aim,
