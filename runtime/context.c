@@ -248,8 +248,8 @@ enum swathe_status sw_context_compile_failed(const struct sw_gen_source *source,
                                              enum swathe_status status, char *log)
 {
   if (!log) return status;
-  char *mapped = sw_gen_map_log(source, log);
-  sw_within(status, "%.*s", 1500, mapped ? mapped : log);
+  char *mapped = *log ? sw_gen_map_log(source, log) : NULL;
+  if (*log) sw_within(status, "%.*s", 1500, mapped ? mapped : log);
   free(mapped);
   free(log);
   return status;

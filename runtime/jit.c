@@ -183,6 +183,8 @@ static enum swathe_status adopt_identity(struct compiler *compiler, const char *
   return SWATHE_OK;
 }
 
+const volatile int *sw_jit_heed(const volatile int *stop) { return sw_jit_cc_heed(stop); }
+
 // Asks the C compiler, unless the cache remembers what this very compiler said.
 static enum swathe_status identify_found(struct sw_jit *jit, double deadline_s)
 {
@@ -193,8 +195,9 @@ static enum swathe_status identify_found(struct sw_jit *jit, double deadline_s)
     enum swathe_status status =
         sw_jit_cc_ask(jit->cc, "--version", deadline_s, compiler->version, LINE);
     if (status) return status;
-    if (sw_jit_cc_ask(jit->cc, "-dumpmachine", deadline_s, jit->machine, LINE))
-      strcpy(jit->machine, "unknown machine");
+    status = sw_jit_cc_ask(jit->cc, "-dumpmachine", deadline_s, jit->machine, LINE);
+    if (status == SWATHE_INTERRUPTED) return status;
+    if (status) strcpy(jit->machine, "unknown machine");
     snprintf(text, sizeof text, "%s\n%s\n%.1024s\n", compiler->version, jit->machine,
              sw_jit_cc_arguments(jit->cc));
   }
@@ -465,7 +468,7 @@ static int wait_for_lock(struct sw_jit *jit, const char *key, double end)
     int lock;
     const enum sw_jit_cache_turn turn = sw_jit_cache_try_lock(jit->cache, key, &lock);
     if (turn != SW_JIT_CACHE_BUSY) return lock;
-    if (!(sw_jit_cc_now() + nap_s < end)) return -1;
+    if (!(sw_jit_cc_now() + nap_s < end) || sw_jit_cc_stopped()) return -1;
     const struct timespec nap = { .tv_nsec = (long)(1e9 * nap_s) };
     nanosleep(&nap, NULL);
     nap_s = nap_s * 2 < longest_nap_s ? nap_s * 2 : longest_nap_s;

@@ -33,6 +33,10 @@ struct sw_jit_request {
   enum sw_jit_compiler compiler;
 };
 
+// From now on this thread gives up waiting for a compiler (SWATHE_INTERRUPTED) once *stop is not 0;
+// NULL: it does not look.  Returns what it looked at before.
+const volatile int *sw_jit_heed(const volatile int *stop);
+
 // What one CUDA kernel uses, as its compiler said.
 struct sw_jit_resources {
   char kernel[32];

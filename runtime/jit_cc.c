@@ -417,11 +417,22 @@ bool sw_jit_cc_done(struct sw_jit_cc_run *run)
   return run->ended;
 }
 
+static _Thread_local const volatile int *heeded;
+
+const volatile int *sw_jit_cc_heed(const volatile int *stop)
+{
+  const volatile int *before = heeded;
+  heeded = stop;
+  return before;
+}
+
+bool sw_jit_cc_stopped(void) { return heeded && *heeded; }
+
 // The end of the output wakes us at once; a grandchild that keeps it open (a compiler cache's
 // server) only costs WAKE_MS.
 static void wait_until(struct sw_jit_cc_run *run, double end)
 {
-  while (!sw_jit_cc_done(run)) {
+  while (!sw_jit_cc_done(run) && !sw_jit_cc_stopped()) {
     const double left = end - sw_jit_cc_now();
     if (!(left > 0)) return;
     struct pollfd output = { .fd = run->output, .events = POLLIN };
@@ -456,6 +467,8 @@ static struct sw_jit_cc_run *new_run(const struct sw_jit_cc *cc, const char *las
 // SWATHE_OK when the process came to a good end.
 static enum swathe_status judge(const struct sw_jit_cc_run *run)
 {
+  if (!run->ended && sw_jit_cc_stopped())
+    return sw_fail(SWATHE_INTERRUPTED, "stopped while '%s' ran", run->command);
   if (!run->ended)
     return sw_fail(SWATHE_TIMEOUT, "'%s' did not end within %.1f s and was killed", run->command,
                    sw_jit_cc_now() - run->started);

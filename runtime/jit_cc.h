@@ -13,6 +13,11 @@ struct sw_jit_cc;
 // Seconds of a clock that only goes forward; what every deadline below counts from.
 double sw_jit_cc_now(void);
 
+// From now on this thread gives a compiler up (SWATHE_INTERRUPTED) once *stop is not 0.  NULL: it
+// does not look.  Returns what it looked at before.
+const volatile int *sw_jit_cc_heed(const volatile int *stop);
+bool sw_jit_cc_stopped(void);
+
 // The compiler that `command` names, found through PATH: as many of its words as are a program's
 // name or path, which may hold spaces; the rest are arguments.  SWATHE_COMPILE if it is not there.
 enum swathe_status sw_jit_cc_find(const char *command, struct sw_jit_cc **cc);

@@ -117,6 +117,7 @@ static enum swathe_status agree(struct swathe_layer *layer)
 struct kernel_load {
   struct swathe_layer *layer;
   enum swathe_direction direction;
+  const volatile int *stop;  // as the thread that asks for the layer heeds it
   enum swathe_status status;
   char words[2048];
 };
@@ -129,6 +130,7 @@ static void *load_kernel(void *arg)
                                            .aim = &layer->aim,
                                            .name = sw_context_kernel_name(load->direction),
                                            .config = layer->choices[load->direction].config };
+  sw_jit_heed(load->stop);
   load->status = sw_context_kernel(layer->context, &wanted, &layer->kernels[load->direction]);
   if (load->status) snprintf(load->words, sizeof load->words, "%s", swathe_error());
   return NULL;
@@ -137,12 +139,16 @@ static void *load_kernel(void *arg)
 // Both kernels at once: they compile side by side when no cache has them.
 static enum swathe_status load_kernels(struct swathe_layer *layer, unsigned directions)
 {
+  const volatile int *stop = sw_jit_heed(NULL);
   struct kernel_load loads[2];
   pthread_t beside;
   bool threaded = false;
 
+  sw_jit_heed(stop);
   for (int d = 0; d < 2; d++)
-    loads[d] = (struct kernel_load){ .layer = layer, .direction = (enum swathe_direction)d };
+    loads[d] = (struct kernel_load){
+      .layer = layer, .direction = (enum swathe_direction)d, .stop = stop
+    };
   if (directions == 3) threaded = !pthread_create(&beside, NULL, load_kernel, &loads[1]);
   if (directions & 1) load_kernel(&loads[0]);
   if (threaded) pthread_join(beside, NULL);

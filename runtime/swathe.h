@@ -595,7 +595,8 @@ struct swathe_progress {
 };
 
 struct swathe_tune_options {
-  double budget_s;              // wall seconds for the whole call; 0: 60
+  double budget_s;              // wall seconds for the whole call, the default's compilation and
+                                // measuring aside; 0: 60
   bool forward, backward;       // which; both false means both
   bool exhaustive;              // also what `prefer` rules think unlikely to win
   bool again;                   // measure even what the database already has

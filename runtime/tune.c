@@ -12,6 +12,7 @@
 #include "ledger.h"
 #include "limit.h"
 #include "trial.h"
+#include "tune.h"
 
 enum {
   LEAST_HEAT = 8,  // candidates compiled together; with many processors as many as those
@@ -130,7 +131,14 @@ static void start_building(struct tuning *tuning, struct building *building)
   if (status) snprintf(building->words, sizeof building->words, "%s", swathe_error());
 }
 
-// Waits for the job, watching the stop flag.
+// Whether what is not compiled yet will not be tried any more.
+static bool over(const struct tuning *tuning, const struct building *building)
+{
+  return stopped(tuning) || (building->config != tuning->ledger.candidates[0].config &&
+                             sw_layer_now_s() >= tuning->end_s);
+}
+
+// Waits for the job as long as it is of use.
 static void finish_building(struct tuning *tuning, struct building *building)
 {
   const double end = sw_layer_now_s() + compile_deadline_s;
@@ -138,12 +146,13 @@ static void finish_building(struct tuning *tuning, struct building *building)
   char *log = NULL;
 
   if (!building->job) return;
-  while (!done && !stopped(tuning) && sw_layer_now_s() < end) {
+  while (!done && !over(tuning, building) && sw_layer_now_s() < end) {
     if (sw_jit_job_poll(building->job, &done)) break;
     if (!done) nanosleep(&(struct timespec){ .tv_nsec = 5000000 }, NULL);
   }
-  if (stopped(tuning)) {
+  if (over(tuning, building)) {
     sw_jit_job_kill(building->job);
+    building->failed = true;
   } else {
     enum swathe_status status = sw_jit_job_finish(building->job, 0.01, &log);
     if (status) status = sw_context_compile_failed(&building->source, status, log);
@@ -153,13 +162,14 @@ static void finish_building(struct tuning *tuning, struct building *building)
   building->job = NULL;
 }
 
-// Compiles the batch, as many at a time as there are processors.
+// Compiles the batch, as many at a time as there are processors, while there is time for more than
+// the default.
 static void build(struct tuning *tuning, struct building *batch, int count)
 {
   const int beside = sw_device_cpu_processors();
   for (int i = 0; i < count + beside; i++) {
     if (i >= beside && i - beside < count) finish_building(tuning, &batch[i - beside]);
-    if (i < count && !stopped(tuning)) start_building(tuning, &batch[i]);
+    if (i < count && !over(tuning, &batch[i])) start_building(tuning, &batch[i]);
   }
 }
 
@@ -445,6 +455,24 @@ static enum swathe_status tune_both(struct call *call)
   return status;
 }
 
+enum swathe_status sw_tune_check_options(const struct swathe_tune_options *options)
+{
+  const struct {
+    const char *name;
+    double value;
+  } seconds[] = { { "budget_s", options->budget_s },
+                  { "wait_s", options->wait_s },
+                  { "trial_s", options->trial_s } };
+  for (size_t i = 0; i < sizeof seconds / sizeof *seconds; i++)
+    if (!(seconds[i].value >= 0 && seconds[i].value <= 1e12))
+      return sw_fail(SWATHE_BAD_USE, "%s of %g makes no sense: seconds, or 0 for the default",
+                     seconds[i].name, seconds[i].value);
+  if (options->memory_bytes < 0)
+    return sw_fail(SWATHE_BAD_USE, "memory_bytes of %lld makes no sense: 0 for the default",
+                   (long long)options->memory_bytes);
+  return SWATHE_OK;
+}
+
 enum swathe_status swathe_tune(struct swathe_context *context, const struct swathe_problem *problem,
                                const struct swathe_tune_options *options,
                                struct swathe_tuned tuned[2])
@@ -457,10 +485,12 @@ enum swathe_status swathe_tune(struct swathe_context *context, const struct swat
   enum swathe_status status = swathe_problem_check(problem);
 
   memset(tuned, 0, 2 * sizeof *tuned);
+  if (!status) status = sw_tune_check_options(options);
   if (status) return status;
   if (!*context->database)
     return sw_fail(SWATHE_DATABASE,
                    "there is no place for a tuning database: give one, or set SWATHE_DB");
+  const volatile int *heeded = sw_jit_heed(options->stop);
   if (problem->target == SWATHE_CUDA) status = sw_context_stand_apart(context, problem);
   if (!status) status = sw_context_aim(context, problem, NULL, &call.aim);
   if (!status)
@@ -471,6 +501,7 @@ enum swathe_status swathe_tune(struct swathe_context *context, const struct swat
   if (!status) status = tune_both(&call);
   sw_lease_give_back(&lease);
   context->apart.on = false;
+  sw_jit_heed(heeded);
   if (call.db) sw_db_close(call.db);
   sw_context_reopen_database(context);
   return status;

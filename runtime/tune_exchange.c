@@ -11,6 +11,7 @@
 
 #include "lease.h"
 #include "ledger.h"
+#include "tune.h"
 
 static const double default_budget_s = 60, default_wait_s = 60;
 static const double least_run_us = 5000;  // shorter ones are repeated
@@ -390,8 +391,10 @@ enum swathe_status swathe_tune_exchange(struct swathe_context *context,
   if (!tuning) return sw_fail(SWATHE_NO_MEMORY, "no memory to tune an exchange");
   *tuning = (struct tuning){ .context = context, .problem = problem, .transport = transport,
                              .options = options };
+  const volatile int *heeded = sw_jit_heed(options->stop);
   if (!transport || transport->ranks < 2)
     status = sw_fail(SWATHE_BAD_USE, "an exchange is tuned by two ranks or more");
+  if (!status) status = sw_tune_check_options(options);
   if (!status) status = sw_context_aim(context, problem, NULL, &tuning->aim);
   if (!status && tuning->aim.cuda)
     status = sw_fail(SWATHE_UNSUPPORTED, "the exchange of the cuda target is not tuned: its waits "
@@ -405,6 +408,7 @@ enum swathe_status swathe_tune_exchange(struct swathe_context *context,
   }
   if (!status) status = transport->rank ? serve(tuning) : lead_group(tuning);
   *tuned = tuning->tuned;
+  sw_jit_heed(heeded);
   free_tuning(tuning);
   free(tuning);
   return status ? sw_within(status, "while tuning the exchange") : SWATHE_OK;

@@ -4,6 +4,7 @@
 // The candidates come from the real generator with one more knob, `sabotage`, whose values spoil
 // the forward kernel in one way each.  Every other knob keeps its default, so that a search is
 // short.
+#include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -12,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -292,6 +294,97 @@ static void stop_at_once(void *arg, const struct swathe_progress *progress)
   if (progress->default_us > 0) stopper->stop = 1;
 }
 
+// B37: what does not compile within the budget is not waited for, and is no failure.
+static void a_budget_ends_compilers_too(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  const struct swathe_tune_options wishes = { .budget_s = 2, .forward = true };
+  struct verdicts verdicts = { .samples = 0 };
+  struct swathe_tuned tuned[2];
+  char path[96];
+  (void)state;
+
+  snprintf(path, sizeof path, "%s/slow", root);
+  FILE *script = fopen(path, "w");
+  assert_non_null(script);
+  fputs("#!/bin/sh\n[ -f forward.c ] && ! grep -q 'SABOTAGE *= *0,' forward.c && sleep 1000\n"
+        "exec cc \"$@\"\n", script);
+  assert_int_equal(fclose(script), 0);
+  assert_int_equal(chmod(path, 0700), 0);
+  setenv("SWATHE_CC", path, 1);
+  struct swathe_context *context = open_context("slow.db");
+  const time_t begin = time(NULL);
+  if (swathe_tune(context, &problem, &wishes, tuned)) fail_msg("%s", swathe_error());
+  assert_true(time(NULL) - begin < 45);
+  assert_int_equal(swathe_db_show(context, &problem, note_verdict, &verdicts), SWATHE_OK);
+  assert_true(verdicts.samples > 0);
+  for (int way = 0; way < WAYS; way++) assert_string_not_equal(verdicts.of[way], "compile");
+  unsetenv("SWATHE_CC");
+  swathe_close(context);
+}
+
+static volatile int alarmed;
+
+static void on_alarm(int signal_number)
+{
+  (void)signal_number;
+  alarmed = 1;
+}
+
+// B31, B37: not even a compiler that hangs over the default keeps a caller who wants to stop.
+static void stopping_does_not_wait_for_a_compiler(void **state)
+{
+  const struct swathe_problem problem = small_problem();
+  char compiler[96], path[96], cache[96];
+  struct swathe_context *context = NULL;
+  const struct swathe_options options = {
+    .database = path, .cache = cache, .threads = 1, .compiler = compiler
+  };
+  const struct swathe_tune_options wishes = { .budget_s = 1, .forward = true, .stop = &alarmed };
+  struct swathe_tuned tuned[2];
+  (void)state;
+
+  snprintf(path, sizeof path, "%s/hang.db", root);
+  snprintf(cache, sizeof cache, "%s/hang_cache", root);
+  snprintf(compiler, sizeof compiler, "%s/hang", root);
+  scratch_shell("printf '#!/bin/sh\\ncase $1 in --version|-d*) echo 1;; *) sleep 1000;; esac\\n' "
+                ">%s && chmod +x %s", compiler, compiler);
+  assert_int_equal(swathe_open(&options, &context), SWATHE_OK);
+  signal(SIGALRM, on_alarm);
+  alarm(1);
+  const time_t begin = time(NULL);
+  assert_int_equal(swathe_tune(context, &problem, &wishes, tuned), SWATHE_INTERRUPTED);
+  assert_true(time(NULL) - begin < 60);
+  assert_non_null(strstr(swathe_error(), "stopped while"));
+  signal(SIGALRM, SIG_DFL);
+  swathe_close(context);
+}
+
+static void wishes_that_make_no_sense_are_refused(void **state)
+{
+  static const struct {
+    struct swathe_tune_options options;
+    const char *words;
+  } rows[] = { { { .budget_s = -1 }, "budget_s of -1" },
+               { { .budget_s = NAN }, "budget_s of" },
+               { { .budget_s = INFINITY }, "budget_s of inf" },
+               { { .wait_s = -1 }, "wait_s" },
+               { { .trial_s = -0.5 }, "trial_s" },
+               { { .memory_bytes = -1 }, "memory_bytes" } };
+  const struct swathe_problem problem = small_problem();
+  struct swathe_context *context = open_context("wishes.db");
+  struct swathe_tuned tuned[2];
+  char path[96];
+  (void)state;
+  for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+    assert_int_equal(swathe_tune(context, &problem, &rows[i].options, tuned), SWATHE_BAD_USE);
+    if (!strstr(swathe_error(), rows[i].words)) fail_msg("%s", swathe_error());
+  }
+  snprintf(path, sizeof path, "%s/wishes.db", root);
+  assert_int_not_equal(access(path, F_OK), 0);
+  swathe_close(context);
+}
+
 // Measuring anew can only replace a finished pick by a better one, and only at its end.
 static void a_finished_pick_outlives_a_stopped_search(void **state)
 {
@@ -428,6 +521,9 @@ int main(void)
     cmocka_unit_test(a_stopped_search_resumes),
     cmocka_unit_test(a_finished_pick_outlives_a_stopped_search),
     cmocka_unit_test(a_budget_is_kept),
+    cmocka_unit_test(a_budget_ends_compilers_too),
+    cmocka_unit_test(stopping_does_not_wait_for_a_compiler),
+    cmocka_unit_test(wishes_that_make_no_sense_are_refused),
     cmocka_unit_test(one_process_tunes_at_a_time),
     cmocka_unit_test(killed_tuning_loses_nothing),
   };
