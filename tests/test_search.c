@@ -702,6 +702,25 @@ static void any_budget_gives_a_pick(void **state)
   }
 }
 
+// B37: where five runs of the default would take nearly all of a budget, others still have theirs.
+static void slow_runs_leave_time_for_others(void **state)
+{
+  enum { COUNT = 6 };
+  static const double run_us = 700e3, budget_s = 8;
+  struct simulated device;
+  (void)state;
+  simulated_shuffled(&device, COUNT, 2, 3);
+  for (int i = COUNT - 1; i >= 0; i--) device.alone_us[i] *= run_us / device.alone_us[0];
+  struct sw_search_candidate *candidates = simulated_candidates(&device);
+  struct sw_search search = search_of(&device, candidates, budget_s, 1);
+  const double begin = device.clock_s;
+  run_search(&search);
+  assert_true(device.clock_s - begin <= budget_s + 6 * run_us * 1e-6);  // one round more
+  assert_true(search.tried > 1);
+  simulated_free_candidates(&device, candidates);
+  simulated_free(&device);
+}
+
 int main(void)
 {
   const struct CMUnitTest tests[] = {
@@ -728,6 +747,7 @@ int main(void)
     cmocka_unit_test(bounds_above_the_truth_are_found_out),
     cmocka_unit_test(the_best_of_all_bounds_ends_the_search),
     cmocka_unit_test(low_bounds_still_order),
+    cmocka_unit_test(slow_runs_leave_time_for_others),
     cmocka_unit_test(any_budget_gives_a_pick),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
