@@ -26,10 +26,12 @@ double sw_trial_tensors_element(const struct swathe_problem *problem, const void
              : (double)sw_problem_widen(problem->dtype, ((const uint16_t *)data)[index]);
 }
 
+// Aligned to cache lines, as a trainer's tensors are: kernels may write whole ones past the cache.
 static void *make(const struct swathe_problem *problem, int64_t elements, uint64_t seed)
 {
-  const size_t size = sw_problem_elem_bytes(problem);
-  void *data = calloc((size_t)(elements ? elements : 1), size);
+  const size_t bytes = (size_t)elements * sw_problem_elem_bytes(problem);
+  void *data = aligned_alloc(64, (bytes + 64) / 64 * 64);
+  if (data) memset(data, 0, bytes);
   if (!data || !seed) return data;
   for (int64_t i = 0; i < elements; i++) {
     const float value = next_random(&seed);
