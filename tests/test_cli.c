@@ -691,7 +691,8 @@ static void tune_tells_what_rules_turned_away(void **state)
   (void)state;
   static const char rule[] = "pack divides the GQA ratio";
   struct outcome brief = run_prefixed("", "tune --forward --budget 1 --database r.db " TINY);
-  struct outcome full = run_prefixed("", "tune --verbose --forward --database r.db " TINY);
+  struct outcome full =
+      run_prefixed("", "tune --verbose --forward --budget 2 --database r.db " TINY);
   assert_int_equal(brief.status, 0);
   assert_int_equal(full.status, 0);
   assert_non_null(strstr(brief.out, "points of the space; --verbose lists them\n"));
@@ -700,7 +701,8 @@ static void tune_tells_what_rules_turned_away(void **state)
   assert_non_null(strstr(full.out, rule));
   release(&brief);
   release(&full);
-  expect_json("tune --json --forward --database r.db " TINY, 0, "\"rule\": \"pack divides");
+  expect_json("tune --json --forward --budget 2 --database r.db " TINY, 0,
+              "\"rule\": \"pack divides");
 }
 
 // The pick of a group's exchange is what a run of that group exchanges by.
