@@ -261,6 +261,7 @@ return {
         { "vectors",     { 1, 2, 3, 4 },            "vectors of query rows in a tile" },
         { "pack",        { 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32 },
                                                     "query heads of one key head in a tile" },
+        { "strip",       { 1, 2, 4, 8 },            "tiles that take a block of keys in turn" },
         { "rows_k",      { 4, 6, 8, 12, 16 },       "keys whose scores stay in registers" },
         { "rows_d",      { 4, 6, 8, 12, 16 },       "output dims that stay in registers" },
         { "block_k",     { 48, 64, 96, 128, 192, 256 }, "keys in a packed block" },
@@ -274,8 +275,8 @@ return {
         { "rows",        function(c) return c.lanes * c.vectors end, "query rows of a tile" },
         { "tile_tokens", function(c) return c.rows // c.pack end,    "query positions of a tile" },
         { "tile_bytes",  function(c)
-            return 4 * c.rows * (c.head_dim_qk // c.step + c.block_k + c.head_dim_v)
-          end, "Q, scores and O of a tile, about" },
+            return 4 * c.rows * (c.strip * (c.head_dim_qk // c.step + c.head_dim_v) + c.block_k)
+          end, "Q and O of a strip and scores of a tile, about" },
         { "block_bytes", function(c)
             return 4 * c.block_k * (c.head_dim_qk + c.head_dim_v) // c.step
           end, "a packed block of keys and values, about" },
@@ -348,7 +349,14 @@ return {
         local lines = c.lanes >= 8 and c.bf16_pairs >= c.bf16 and
                       c.head_dim_v % (16 + 16 * c.bf16) == 0
         local stream = not wide and lines
-        return { vectors = vectors, pack = pack, rows_k = keys, rows_d = keys,
+
+        -- tiles that fetch the packed window from beyond the L2 share what they fetch
+        local limited = c.left_limited == 1 and c.right_limited == 1
+        local keys_seen = limited and c.window_left + 1 + c.window_right or 1 << 20
+        local word = c.bf16 == 1 and c.bf16_pairs == 1 and 2 or 4
+        local fetched = word * keys_seen * (c.head_dim_qk + c.head_dim_v)
+        local strip = fetched >= 8 * c.l2_bytes and 8 or fetched > 3 * c.l2_bytes and 4 or 1
+        return { vectors = vectors, pack = pack, strip = strip, rows_k = keys, rows_d = keys,
                  block_k = keys % 8 == 0 and 128 or 96, ring_blocks = 64, prefetch = 16,
                  stream = stream and 1 or 0 }
       end,

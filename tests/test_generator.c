@@ -784,10 +784,10 @@ static void products_of_cpu_tiles_are_counted(void **state)
   } rows[] = {
     // 8 lanes hold 2 tokens of 3 heads, which see 17 keys: 20 scored by fours, 17 weighed;
     // 8 (20 * 16 + 17 * 16) of 2 * 3 * 16 * 32
-    { "forward", band, "vectors=1,pack=3,rows_k=4,rows_d=4,block_k=96,ring_blocks=64,prefetch=0,"
-      "stream=0", 1541 },
-    { "forward", all, "vectors=1,pack=1,rows_k=4,rows_d=4,block_k=96,ring_blocks=64,prefetch=0,"
-      "stream=0", 1000 },
+    { "forward", band, "vectors=1,pack=3,strip=1,rows_k=4,rows_d=4,block_k=96,ring_blocks=64,"
+      "prefetch=0,stream=0", 1541 },
+    { "forward", all, "vectors=1,pack=1,strip=1,rows_k=4,rows_d=4,block_k=96,ring_blocks=64,"
+      "prefetch=0,stream=0", 1000 },
     // 20 keys for all five products: 8 * 20 of 2 * 3 * 16
     { "backward", band, "vectors=1,pack=3,panels=2,rows_k=4,rows_d=4,rows_j=4,vectors_d=1,"
       "block_k=96,ring_blocks=128,pairs=0", 1666 },

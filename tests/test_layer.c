@@ -220,6 +220,40 @@ static void backward_on_pairs_is_right(void **state)
   if (!right) fail_msg("%s", words);
 }
 
+// A strip of tiles, also one that starts amid the groups of heads of a tile, takes the keys in the
+// order in which each of its tiles would alone: the same bits.
+static void strips_change_no_bit(void **state)
+{
+  static const char *const forwards[2] = {
+    "vectors=2,pack=1,strip=1,rows_k=4,rows_d=4,block_k=48,ring_blocks=64,prefetch=8,stream=0",
+    "vectors=2,pack=1,strip=4,rows_k=4,rows_d=4,block_k=48,ring_blocks=64,prefetch=8,stream=0",
+  };
+  const struct swathe_problem problem =
+      problem_of("q_heads=6,kv_heads=2,head_dim_qk=24,head_dim_v=16,window_left=70,"
+                 "window_right=2,sinks=1,ranks=2");
+  const struct swathe_sharding sharding = {
+    .layout = SWATHE_ZIGZAG, .ranks = 2, .batch = 1, .tokens = 500
+  };
+  struct sequence *sequences[2];
+  char words[1024] = "";
+  (void)state;
+  for (int i = 0; i < 2; i++) {
+    const char *const configs[2] = { forwards[i], NULL };
+    const struct group_case group = { .context = context, .problem = &problem,
+                                      .sharding = &sharding, .configs = configs, .script = "f" };
+    sequences[i] = sequence_make(&problem, &sharding, 6, 1);
+    sequence_solve(sequences[i]);
+    if (group_run(&group, sequences[i], NULL, words, sizeof words) ||
+        !sequence_compare(sequences[i], false, tolerance_of(&problem, 1), words, sizeof words))
+      fail_msg("%s: %s", forwards[i], words);
+  }
+  const size_t rows = 500 * 6 * sizeof(float);
+  assert_memory_equal(sequences[0]->got[SEQUENCE_OUT], sequences[1]->got[SEQUENCE_OUT],
+                      rows * 16);
+  assert_memory_equal(sequences[0]->got[SEQUENCE_LSE], sequences[1]->got[SEQUENCE_LSE], rows);
+  for (int i = 0; i < 2; i++) sequence_free(sequences[i]);
+}
+
 // Out of narrow windows goes past the cache where an isa can, in whole cache lines; heads whose
 // rows do not start one take the other way.
 static void out_goes_past_the_cache(void **state)
@@ -792,6 +826,7 @@ int main(void)
     cmocka_unit_test(results_equal_the_reference),
     cmocka_unit_test(shapes_of_real_models),
     cmocka_unit_test(backward_on_pairs_is_right),
+    cmocka_unit_test(strips_change_no_bit),
     cmocka_unit_test(out_goes_past_the_cache),
     cmocka_unit_test(backward_sees_more_than_it_keeps),
     cmocka_unit_test(memory_goes_by_the_window),

@@ -26,8 +26,8 @@
 static const char spaces[] =
     "local spaces = require 'spaces_real'\n"
     "local small = {\n"
-    "  forward  = { vectors = { 1, 3 }, pack = { 1, 3 }, rows_k = { 4, 8 }, rows_d = { 4 },\n"
-    "               block_k = { 48 }, ring_blocks = { 16 }, prefetch = { 8 } },\n"
+    "  forward  = { vectors = { 1, 3 }, pack = { 1, 3 }, strip = { 1, 2 }, rows_k = { 4, 8 },\n"
+    "               rows_d = { 4 }, block_k = { 48 }, ring_blocks = { 16 }, prefetch = { 8 } },\n"
     "  backward = { vectors = { 1, 2 }, pack = { 1, 3 }, panels = { 3 }, rows_k = { 4 },\n"
     "               rows_d = { 4 }, rows_j = { 4, 8 }, block_k = { 48 }, ring_blocks = { 32 },\n"
     "               vectors_d = { 1, 2 } },\n"

@@ -9,14 +9,18 @@
 //   k, v     runs of keys, each with its first position; packed block by block (see prelude.c)
 //   max_logits   NULL, or [unit][batch][kv_heads * GQA] float: each head's largest score
 //
-// For each tile:  Q^T, scaled       [HEAD_DIM_QK][ROWS]
-//   for each block of keys that some row sees:
+// For each strip of tiles:  Q^T, scaled   [STRIP][HEAD_DIM_QK][ROWS]
+//   for each block of keys that some row sees, and each tile of which one does:
 //     S^T = K Q^T, masked           [keys][ROWS]    as powers of two: log2(e) is folded into Q
 //     P^T = exp2(S^T - top)         in place
-//     O^T = O^T + V^T P^T           [HEAD_DIM_V][ROWS]
+//     O^T = O^T + V^T P^T           [STRIP][HEAD_DIM_V][ROWS]
 //   out = O / sum,  lse = top * ln 2 + log(sum)
+// So a block comes from beyond the L2 once for a whole strip.
 
 enum {
+  GROUPS   = GQA / PACK,                                     // tiles of the same query positions
+  // query positions that a strip can touch, where it starts amid the groups of one
+  STRIP_TOKENS = (1 + (STRIP + GROUPS - 2) / GROUPS) * TILE_TOKENS,
   K_STRIDE = (HEAD_DIM_QK + STEP - 1) / STEP,                // words of a row of Q or K
   V_STRIDE = (HEAD_DIM_V + ROWS_D - 1) / ROWS_D * ROWS_D,    // words of STEP rows of V
   // rows of Q^T and O^T; a transpose writes and reads whole squares
@@ -73,9 +77,9 @@ INLINE void store_words(elem *row, int at, vec words) {
 
 struct workspace {
   sw_int64 slots;
-  float *q;                           // Q^T [Q_ROWS][ROWS] words
+  float *q;                           // Q^T [STRIP][Q_ROWS][ROWS] words
   float *scores;                      // S^T [BLOCK_K][ROWS], then P^T [BLOCK_K / STEP][ROWS] words
-  float *out;                         // O^T [O_ROWS][ROWS]
+  float *out;                         // O^T [STRIP][O_ROWS][ROWS]
   float *k;                           // [slots][BLOCK_K][K_STRIDE] words
   float *v;                           // [slots][BLOCK_K / STEP][V_STRIDE] words
   struct block *blocks;               // [slots]
@@ -87,10 +91,10 @@ static sw_int64 cut_workspace(struct workspace *w, char *base, sw_int64 max_keys
 #define CUT(member, count)                                                       \
   w->member = (void *)(base + used);                                             \
   used += ((count) * (sw_int64)sizeof *w->member + 63) / 64 * 64
-  w->slots = block_slots(max_keys, TILE_TOKENS);
-  CUT(q, Q_ROWS * ROWS);
+  w->slots = block_slots(max_keys, STRIP_TOKENS);
+  CUT(q, STRIP * Q_ROWS * ROWS);
   CUT(scores, BLOCK_K * ROWS);
-  CUT(out, O_ROWS * ROWS);
+  CUT(out, STRIP * O_ROWS * ROWS);
   CUT(k, w->slots * BLOCK_K * K_STRIDE);
   CUT(v, w->slots * BLOCK_K / STEP * V_STRIDE);
   CUT(blocks, w->slots);
@@ -114,9 +118,10 @@ struct tile {
   sw_int64 head;                      // its first query head
   sw_int64 position, row;             // of its first query
   int      tokens;                    // 1 .. TILE_TOKENS
-  sw_int64 next_row, next_head;       // where the tile after this one starts
+  sw_int64 next_row, next_head;       // where the tile in its place in the next strip starts
   int      next_tokens;               // 0 after the last
   int      asked;                     // elements of its queries that were prefetched
+  float   *q, *out;                   // its parts of the workspace
   ivec     lane_token[VECTORS];       // each lane's query, counted from the first
   vec      top[VECTORS];              // running maximum of the scores (within SLACK), powers of two
   vec      sum[VECTORS];              // sum of exp2(score - top)
@@ -130,7 +135,7 @@ INLINE int token_of(const struct tile *t, int m) {
 }
 
 // Q^T[d][m] = word d of lane m's query.
-OUTLINE void load_queries(float *to, const struct tile *t) {
+OUTLINE void load_queries(const struct tile *t) {
   float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
   for (int m = 0; m < ROWS; m += LANES) {
     const elem *rows[LANES];
@@ -140,12 +145,12 @@ OUTLINE void load_queries(float *to, const struct tile *t) {
       int at = word_start(d);
       for (int i = 0; i < LANES; i++)
         store(square + i * LANES, query_words(rows[i], at, t->factor));
-      transpose(to + at / STEP * ROWS + m, ROWS, square, LANES);
+      transpose(t->q + at / STEP * ROWS + m, ROWS, square, LANES);
     }
   }
 }
 
-// Asks for a few more cache lines of the next tile's queries, while this one computes.
+// Asks for a few more cache lines of the next strip's queries, while this tile computes.
 INLINE void prefetch_queries(struct tile *t) {
   enum { LINE = 64 / sizeof(elem) };
   for (int i = 0; i < PREFETCH && t->asked < t->next_tokens * PACK * HEAD_DIM_QK; i++) {
@@ -210,7 +215,7 @@ OUTLINE void finish_scores(float *scores, const struct tile *t, const struct blo
 
 // Lets the running maximum follow the block's, when it must; what was summed before is scaled to
 // the new one.
-OUTLINE void raise_top(struct tile *t, const vec *block_top, float *out) {
+OUTLINE void raise_top(struct tile *t, const vec *block_top) {
   ivec grown = {0};
   for (int v = 0; v < VECTORS; v++) grown |= block_top[v] > t->top[v] + SLACK;
   if (!any(grown)) return;
@@ -223,7 +228,7 @@ OUTLINE void raise_top(struct tile *t, const vec *block_top, float *out) {
   }
   for (int d = 0; d < V_STRIDE; d++)
     for (int v = 0; v < VECTORS; v++) {
-      float *o = out + d * ROWS + v * LANES;
+      float *o = t->out + d * ROWS + v * LANES;
       store(o, load(o) * shrink[v]);
     }
 }
@@ -303,26 +308,26 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
     if (masked || SOFTCAP) {
       vec unused[VECTORS];
       for (int m = 0; m < VECTORS; m++) unused[m] = splat(LOWEST);
-      score_keys(scores, k + row * K_STRIDE, w->q, t->factor, unused);
+      score_keys(scores, k + row * K_STRIDE, t->q, t->factor, unused);
       finish_scores(scores, t, block, row, first + row - t->position, masked, block_top);
     } else {
-      score_keys(scores, k + row * K_STRIDE, w->q, t->factor, block_top);
+      score_keys(scores, k + row * K_STRIDE, t->q, t->factor, block_top);
     }
   }
 
   for (int m = 0; m < VECTORS; m++) t->most[m] = larger(t->most[m], block_top[m]);
-  if (t->started) raise_top(t, block_top, w->out);
+  if (t->started) raise_top(t, block_top);
   else for (int m = 0; m < VECTORS; m++) t->top[m] = block_top[m];
   float *p = w->scores + begin * ROWS;
   exponentiate(p, end - begin, t);
   for (int d = 0; d < V_STRIDE; d += ROWS_D)
-    weigh_values(w->out + d * ROWS, v + begin / STEP * V_STRIDE + d, p, (end - begin) / STEP,
+    weigh_values(t->out + d * ROWS, v + begin / STEP * V_STRIDE + d, p, (end - begin) / STEP,
                  t->started);
   t->started = 1;
 }
 
 // out = O / sum and lse of the rows that exist; one that saw no key gets 0 and -inf, or its sink.
-OUTLINE void store_tile(const struct tile *t, const float *out) {
+OUTLINE void store_tile(const struct tile *t) {
   const struct sw_attention_args *args = t->args;
   float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
   float lines[LANES * LINE * LANES] __attribute__((aligned(4 * LANES)));
@@ -350,7 +355,7 @@ OUTLINE void store_tile(const struct tile *t, const float *out) {
       for (int v = 0; v < LINE; v++) {
         int at = out_start(d + v * LANES * STEP);
         for (int i = 0; i < LANES; i++) {
-          const float *o = out + (at + i * STEP) * ROWS + m;
+          const float *o = t->out + (at + i * STEP) * ROWS + m;
           store(square + i * LANES, join(load(o) * factor, load(o + (STEP - 1) * ROWS) * factor));
         }
         transpose(lines + v * LANES, LINE * LANES, square, LANES);
@@ -381,57 +386,88 @@ OUTLINE void raise_max_logits(const struct tile *t) {
   }
 }
 
-static void forward_tile(struct tile *t, struct workspace *w) {
-  const struct sw_attention_args *args = t->args;
+// ---- a strip ------------------------------------------------------------------------------------
+
+// Tile `n` of a unit: the groups of heads of its first positions, then those of the next.
+INLINE sw_int64 tile_token(sw_int64 n) { return n / GROUPS * TILE_TOKENS; }
+INLINE sw_int64 tile_head(const struct tile *t, sw_int64 n) {
+  return t->h * GQA + n % GROUPS * PACK;
+}
+INLINE int tile_tokens(const struct tile *t, sw_int64 n) {
+  sw_int64 left = t->unit->tokens - tile_token(n);
+  return (int)(left < 0 ? 0 : left < TILE_TOKENS ? left : TILE_TOKENS);
+}
+
+// Starts tile `n`; `t` has the item's members already.
+static void start_tile(struct tile *t, sw_int64 n) {
+  t->head = tile_head(t, n);
+  t->position = t->unit->position + tile_token(n);
+  t->row = t->unit->row + tile_token(n);
+  t->tokens = tile_tokens(t, n);
+  t->next_head = tile_head(t, n + STRIP);
+  t->next_row = t->unit->row + tile_token(n + STRIP);
+  t->next_tokens = tile_tokens(t, n + STRIP);
   for (int m = 0; m < ROWS; m++) ((int *)t->lane_token)[m] = token_of(t, m);
   for (int v = 0; v < VECTORS; v++) t->top[v] = t->most[v] = splat(LOWEST), t->sum[v] = splat(0);
   t->started = t->asked = 0;
-  t->factor = SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E;
-  load_queries(w->q, t);
+  load_queries(t);
+}
 
-  struct positions seen = overlap(keys_of_some(t->position, t->tokens), unit_keys(args, t->unit));
-  struct positions plain = keys_of_all(t->position, t->tokens);
+static void forward_strip(struct tile *tiles, int count, struct workspace *w) {
+  const struct tile *first = &tiles[0], *last = &tiles[count - 1];
+  const struct sw_attention_args *args = first->args;
+  int tokens = (int)(last->position - first->position) + last->tokens;
+  struct positions seen =
+    overlap(keys_of_some(first->position, tokens), unit_keys(args, first->unit));
   while (seen.begin < seen.end) {
     sw_int64 number = seen.begin / BLOCK_K, slot = number % w->slots;
     struct positions here = overlap(seen, (struct positions){ 0, (number + 1) * BLOCK_K });
     struct block *block = w->blocks + slot;
     float *k = w->k + slot * BLOCK_K * K_STRIDE, *v = w->v + slot * BLOCK_K / STEP * V_STRIDE;
     if (block->number != number)
-      PACK_WORDS(block, k, K_STRIDE, v, V_STRIDE / STEP, args, t->unit, number, t->b, t->h);
-    if (block->covered_keys) attend_block(t, w, block, k, v, here, plain);
+      PACK_WORDS(block, k, K_STRIDE, v, V_STRIDE / STEP, args, first->unit, number, first->b,
+                 first->h);
+    for (struct tile *t = tiles; t < tiles + count && block->covered_keys; t++) {
+      struct positions its = overlap(here, keys_of_some(t->position, t->tokens));
+      if (its.begin < its.end)
+        attend_block(t, w, block, k, v, its, keys_of_all(t->position, t->tokens));
+    }
     seen.begin = here.end;
   }
-  if (!t->started) __builtin_memset(w->out, 0, sizeof(float) * O_ROWS * ROWS);
-  store_tile(t, w->out);
-  if (args->max_logits) raise_max_logits(t);
+  for (struct tile *t = tiles; t < tiles + count; t++) {
+    if (!t->started) __builtin_memset(t->out, 0, sizeof(float) * O_ROWS * ROWS);
+    store_tile(t);
+    if (args->max_logits) raise_max_logits(t);
+  }
+}
+
+static void forward_item(struct workspace *w, const struct sw_attention_args *args,
+                         sw_int64 item) {
+  struct tile tiles[STRIP];
+  for (int i = 0; i < STRIP; i++) {
+    struct tile *t = &tiles[i];
+    t->args = args;
+    t->h = item % args->kv_heads;
+    t->b = item / args->kv_heads % args->batch;
+    t->unit = args->units + item / args->kv_heads / args->batch;
+    t->factor = SOFTCAP ? args->scale / args->softcap : args->scale * LOG2E;
+    t->q = w->q + i * Q_ROWS * ROWS;
+    t->out = w->out + i * O_ROWS * ROWS;
+  }
+  forget_blocks(w->blocks, w->slots);
+  for (int head = 0; args->max_logits && head < GQA; head++)
+    item_max_logits(&tiles[0])[head] = -__builtin_inff();
+  sw_int64 count = (tiles[0].unit->tokens + TILE_TOKENS - 1) / TILE_TOKENS * GROUPS;
+  for (sw_int64 n = 0; n < count; n += STRIP) {
+    int here = count - n < STRIP ? (int)(count - n) : STRIP;
+    for (int i = 0; i < here; i++) start_tile(&tiles[i], n + i);
+    forward_strip(tiles, here, w);
+  }
 }
 
 void forward(const struct sw_attention_args *args, sw_int64 begin, sw_int64 end, void *workspace) {
   struct workspace w;
   cut_workspace(&w, workspace, args->max_keys);
-  for (sw_int64 item = begin; item < end; item++) {
-    struct tile t = { .args = args };
-    t.h = item % args->kv_heads;
-    t.b = item / args->kv_heads % args->batch;
-    t.unit = args->units + item / args->kv_heads / args->batch;
-    forget_blocks(w.blocks, w.slots);
-    for (int head = 0; args->max_logits && head < GQA; head++)
-      item_max_logits(&t)[head] = -__builtin_inff();
-    for (sw_int64 token = 0; token < t.unit->tokens; token += TILE_TOKENS) {
-      sw_int64 left = t.unit->tokens - token;
-      t.tokens = (int)(left < TILE_TOKENS ? left : TILE_TOKENS);
-      t.position = t.unit->position + token;
-      t.row = t.unit->row + token;
-      for (int group = 0; group < GQA / PACK; group++) {
-        t.head = t.h * GQA + group * PACK;
-        int last = group + 1 == GQA / PACK;
-        t.next_row = last ? t.row + t.tokens : t.row;
-        t.next_head = last ? t.h * GQA : t.head + PACK;
-        sw_int64 next = last ? left - t.tokens : left;
-        t.next_tokens = (int)(next < TILE_TOKENS ? next : TILE_TOKENS);
-        forward_tile(&t, &w);
-      }
-    }
-  }
+  for (sw_int64 item = begin; item < end; item++) forward_item(&w, args, item);
   if (STREAM) stream_end();
 }
