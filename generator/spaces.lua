@@ -319,6 +319,11 @@ return {
         { "a limited window needs no choice of ring", function(c)
             return c.ring_blocks == 64 or c.left_limited == 0 or c.right_limited == 0
           end },
+        { "a window that the L2 holds needs no strip", function(c)
+            local elem = 4 // c.step
+            return c.strip == 1 or
+                   elem * window_keys(c) * (c.head_dim_qk + c.head_dim_v) > c.l2_bytes
+          end },
       },
       default = function(c)
         local wide = c.left_limited == 0 or c.right_limited == 0 or
@@ -351,10 +356,8 @@ return {
         local stream = not wide and lines
 
         -- tiles that fetch the packed window from beyond the L2 share what they fetch
-        local limited = c.left_limited == 1 and c.right_limited == 1
-        local keys_seen = limited and c.window_left + 1 + c.window_right or 1 << 20
-        local word = c.bf16 == 1 and c.bf16_pairs == 1 and 2 or 4
-        local fetched = word * keys_seen * (c.head_dim_qk + c.head_dim_v)
+        local elem = c.bf16 == 1 and c.bf16_pairs == 1 and 2 or 4
+        local fetched = elem * window_keys(c) * (c.head_dim_qk + c.head_dim_v)
         local strip = fetched >= 8 * c.l2_bytes and 8 or fetched > 3 * c.l2_bytes and 4 or 1
         return { vectors = vectors, pack = pack, strip = strip, rows_k = keys, rows_d = keys,
                  block_k = keys % 8 == 0 and 128 or 96, ring_blocks = 64, prefetch = 16,

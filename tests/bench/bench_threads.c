@@ -5,8 +5,9 @@
 //
 // Wall time.  A round is one pass each of: the peak, both directions and the peak again, by one
 // thread and by N.  A layer's ratio means something only where the peak's is near N: elsewhere
-// others had the processors.  So only rounds count where both peaks reach 0.95 N; told are the
-// medians of nine such, or of what there was after 60 rounds.
+// others had the processors (of one thread, where it is above N).  So only rounds count where both
+// peaks are within 5% of N; told are the medians of nine such, or of those of 60 rounds.
+#include <math.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,7 +21,7 @@
 enum { WANTED = 9, MOST_ROUNDS = 60, MOST_THREADS = 64, TOKENS = 8192, PEAK_ITEMS = 20000 };
 enum { PEAK, FORWARD, BACKWARD, PEAK_AGAIN, PARTS };
 
-static const double quiet_share = 0.95;
+static const double quiet_share = 0.05;
 
 typedef void multiply_kernel(const void *, long, long, void *);
 
@@ -164,9 +165,10 @@ static void measure(multiply_kernel *multiply, int threads, const char *text)
       }
       ratio[part] = s[0] / s[1];
     }
-    const double peak = ratio[PEAK] < ratio[PEAK_AGAIN] ? ratio[PEAK] : ratio[PEAK_AGAIN];
-    if (peak > highest) highest = peak;
-    if (round < 0 || peak < quiet_share * threads) continue;
+    if (ratio[PEAK] > highest) highest = ratio[PEAK];
+    if (round < 0 || fabs(ratio[PEAK] / threads - 1) > quiet_share ||
+        fabs(ratio[PEAK_AGAIN] / threads - 1) > quiet_share)
+      continue;
     for (int part = 0; part < PARTS; part++) ratios[part][quiet] = ratio[part];
     quiet++;
   }
