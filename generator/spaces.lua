@@ -191,6 +191,12 @@ local function dkv_pairs(c)
   return chunks * chunk * own * (c.gqa // c.dkv_pack)
 end
 
+-- The keys and values that one query sees, as the cpu's forward packs them.
+local function packed_window_bytes(c)
+  local elem = c.bf16 == 1 and c.bf16_pairs == 1 and 2 or 4
+  return elem * window_keys(c) * (c.head_dim_qk + c.head_dim_v)
+end
+
 -- How keys, and sums on their way home, travel: the same on all ranks of a group.  A target whose
 -- passes move a halo in one way only says so by `knobs` of one value each.
 local function exchange(knobs)
@@ -320,9 +326,7 @@ return {
             return c.ring_blocks == 64 or c.left_limited == 0 or c.right_limited == 0
           end },
         { "a window that the L2 holds needs no strip", function(c)
-            local elem = 4 // c.step
-            return c.strip == 1 or
-                   elem * window_keys(c) * (c.head_dim_qk + c.head_dim_v) > c.l2_bytes
+            return c.strip == 1 or packed_window_bytes(c) > c.l2_bytes
           end },
       },
       default = function(c)
@@ -356,8 +360,7 @@ return {
         local stream = not wide and lines
 
         -- tiles that fetch the packed window from beyond the L2 share what they fetch
-        local elem = c.bf16 == 1 and c.bf16_pairs == 1 and 2 or 4
-        local fetched = elem * window_keys(c) * (c.head_dim_qk + c.head_dim_v)
+        local fetched = packed_window_bytes(c)
         local strip = fetched >= 8 * c.l2_bytes and 8 or fetched > 3 * c.l2_bytes and 4 or 1
         return { vectors = vectors, pack = pack, strip = strip, rows_k = keys, rows_d = keys,
                  block_k = keys % 8 == 0 and 128 or 96, ring_blocks = 64, prefetch = 16,

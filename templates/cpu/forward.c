@@ -27,7 +27,7 @@ enum {
   Q_ROWS   = (K_STRIDE + LANES - 1) / LANES * LANES,
   O_ROWS   = V_STRIDE < LANES * STEP ? LANES * STEP : V_STRIDE,
   // vectors of out that are written one after the other: past the cache whole cache lines
-  LINE     = STREAM ? 64 / (4 * LANES) : 1,
+  ABREAST  = STREAM ? 64 / (4 * LANES) : 1,
 };
 _Static_assert(ROWS_K % STEP == 0 && BLOCK_K % STEP == 0, "groups of keys are whole words");
 
@@ -330,7 +330,7 @@ static void attend_block(struct tile *t, struct workspace *w, const struct block
 OUTLINE void store_tile(const struct tile *t) {
   const struct sw_attention_args *args = t->args;
   float square[LANES * LANES] __attribute__((aligned(4 * LANES)));
-  float lines[LANES * LINE * LANES] __attribute__((aligned(4 * LANES)));
+  float lines[LANES * ABREAST * LANES] __attribute__((aligned(4 * LANES)));
   for (int m = 0; m < t->tokens * PACK; m += LANES) {
     int rows = t->tokens * PACK - m < LANES ? t->tokens * PACK - m : LANES;
     vec top = t->top[m / LANES], sum = t->sum[m / LANES], share = splat(1);
@@ -351,20 +351,21 @@ OUTLINE void store_tile(const struct tile *t) {
       sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
       *float_at(&args->lse, row, head, t->b) = ((float *)&lse)[i];
     }
-    for (int d = 0; d < HEAD_DIM_V; d += LINE * LANES * STEP) {
-      for (int v = 0; v < LINE; v++) {
+    for (int d = 0; d < HEAD_DIM_V; d += ABREAST * LANES * STEP) {
+      for (int v = 0; v < ABREAST; v++) {
         int at = out_start(d + v * LANES * STEP);
         for (int i = 0; i < LANES; i++) {
           const float *o = t->out + (at + i * STEP) * ROWS + m;
           store(square + i * LANES, join(load(o) * factor, load(o + (STEP - 1) * ROWS) * factor));
         }
-        transpose(lines + v * LANES, LINE * LANES, square, LANES);
+        transpose(lines + v * LANES, ABREAST * LANES, square, LANES);
       }
       for (int i = 0; i < rows; i++) {
         sw_int64 row = t->row + (m + i) / PACK, head = t->head + (m + i) % PACK;
         elem *to = (elem *)elem_at(&args->out, row, head, t->b);
-        for (int v = 0; v < LINE; v++)
-          store_words(to, out_start(d + v * LANES * STEP), load(lines + (i * LINE + v) * LANES));
+        for (int v = 0; v < ABREAST; v++)
+          store_words(to, out_start(d + v * LANES * STEP),
+                      load(lines + (i * ABREAST + v) * LANES));
       }
     }
   }
